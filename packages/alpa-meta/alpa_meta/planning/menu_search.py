@@ -43,6 +43,10 @@ from alpa_meta.planning.sliced_menu import in_slices, of_microbatches
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
+# Share of the memory by which rows may say that one stage does not fit which does: they add up what
+# layers hold at their own worst moments. MoE-1.3B of 8 layers on one V100 holds 16.7 GB of 17.2.
+ROWS_HOLD_MORE = 0.1
+
 
 @frozen(eq=False)
 class MenuSearch:
@@ -72,6 +76,35 @@ class MenuSearch:
             ):
                 found.append(rows[self.menu.class_of_layer[layer]][row].recomputation)
         return tuple(found)
+
+    def nearly_fitting(self) -> tuple[int, ...]:
+        """Return as many microbatches as the plan's, if it recomputes, and the next fewer, where
+        one stage that recomputes nothing is at most `ROWS_HOLD_MORE` short of memory."""
+        own = self.plan.num_microbatches
+        fewer = [count for count in self.problem.counts or () if count < own][-1:]
+        recomputes = set(self.recomputation()) != {"none"}
+        return tuple(n for n in (*fewer, *([own] if recomputes else [])) if self._nearly_fits(n))
+
+    def _nearly_fits(self, count: int) -> bool:
+        samples = self.problem.batch_size // count
+        groups = self.problem.device_groups
+        devices = sum(group.num_hosts * group.devices_per_host for group in groups)
+        for mesh in self.menu.meshes:
+            if mesh.submesh.num_devices < devices:
+                continue
+            held, working = 0.0, 0.0
+            for number in self.menu.class_of_layer:
+                rows = [row for row in mesh.rows[number] if row.recomputation == "none"]
+                held += min(
+                    (row.state_bytes + row.activation_bytes.value(samples) for row in rows),
+                    default=math.inf,
+                )
+                working = max(
+                    working, min((row.transient_bytes.value(samples) for row in rows), default=0.0)
+                )
+            if held + working <= groups[mesh.submesh.host_group].memory * (1 + ROWS_HOLD_MORE):
+                return True
+        return False
 
     def within_less(self, bytes: float) -> MenuSearch:
         """Return the search where devices have `bytes` less; stage_dp.InfeasibleError if none

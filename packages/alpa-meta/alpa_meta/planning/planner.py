@@ -157,7 +157,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             enough = alone[1] if isinstance(alone, tuple) else math.inf
         consider(_found(lambda: _from_menu(step, model, told, enough)))
         if prospects and options.num_stages is None:
-            prospects += _without_recomputation(prospects[0], step, model, told)
+            prospects += _just_fitting(prospects[0], step, model, told)
             consider(alone)
             counts, options = [], evolve(options, num_stages=1)
     else:
@@ -169,6 +169,11 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             searched = True  # the menu has all numbers of microbatches, and recomputation
             whole = evolve(options, num_microbatches=1) if uncut or step.uncut else options
             consider(_found(functools.partial(_from_menu, step, model, whole)))
+            prospects += [
+                one
+                for found in prospects[known:]
+                for one in _just_fitting(found, step, model, told)
+            ]
         if len(prospects) > known:
             break
         counts = [] if prospects else larger_counts(max(counts), step, options)
@@ -230,17 +235,22 @@ def _step_seconds(planned: Planned) -> float:
     return planned.plan.step_seconds
 
 
-def _without_recomputation(
+def _just_fitting(
     found: Prospect, step: Step, model: CostModel, options: Options
 ) -> list[Prospect]:
-    """Return the plan with one stage in as many microbatches that recomputes nothing, where the
-    menu's recomputes for memory: rows hold a little more than exact solutions under a limit, which
-    may just fit. GPT of 16 layers of 2560 on 8 V100 takes 4.57 s so, not 4.80."""
-    if found.short_of_memory is None or options.recompute is not None:
+    """Return the plans with one stage that recomputes nothing where the menu's takes longer for
+    memory: rows hold a little more than exact solutions under a limit, which may just fit. GPT of
+    16 layers of 2560 on 8 V100 takes 4.57 s so, not 4.80; MoE-1.3B of 8 layers on one 0.781 s, not
+    0.819."""
+    if options.recompute is not None:
         return []
-    told = evolve(options, num_microbatches=found.short_of_memory, recompute="none")
-    exact = _found(lambda: _one_stage(step, model, told))
-    return [exact[0]] if isinstance(exact, tuple) else []
+    result = []
+    for count in found.nearly_fitting:
+        told = evolve(options, recompute="none", num_microbatches=count)
+        exact = _found(functools.partial(_one_stage, step, model, told))
+        if isinstance(exact, tuple):
+            result.append(exact[0])
+    return result
 
 
 def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Planned | None:
@@ -278,7 +288,7 @@ def _from_menu(
         )
     if all(layer is None for layer in outlook.staging.layers):
         return None  # gradients are made inside a loop: there is no forward pass to be cut
-    counts = [options.num_microbatches] if options.num_microbatches else None
+    told = [options.num_microbatches] if options.num_microbatches else None
     planned = meshes_to_plan(outlook, model, options)
     meshes = list(dict.fromkeys((submesh, mesh) for submesh, mesh, _ in planned))
     if not (options.pins or options.preset or options.mesh_shape):  # which name axes
@@ -287,7 +297,7 @@ def _from_menu(
     axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
     meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
     try:
-        search = search_menu(step, sized, meshes, model, options, counts, enough)
+        search = search_menu(step, sized, meshes, model, options, told, enough)
     except stage_dp.InfeasibleError as error:
         raise InfeasibleError(str(error), error.missing_bytes, None) from None
     if search is None:
@@ -299,9 +309,8 @@ def _from_menu(
 
     sliced = search.num_slices > 1
     menu = None if sliced else keep(search, outlook, step, cluster, options)
-    recomputes = set(search.recomputation()) != {"none"}
-    short = plan.num_microbatches if len(plan.stages) == 1 and recomputes else None
-    return Prospect(plan.step_seconds, finished, menu, short), search.bound
+    counts = search.nearly_fitting() if len(plan.stages) == 1 else ()
+    return Prospect(plan.step_seconds, finished, menu, counts), search.bound
 
 
 def _finish_menu(

@@ -75,13 +75,14 @@ class Prospect:
     """A plan before its stages are solved exactly: its predicted seconds, and what does so.
 
     `finish` raises InfeasibleError where the stages turn out not to fit; `menu` is what it was
-    chosen from. `short_of_memory`: the microbatches of one stage that recomputes; None: another.
+    chosen from. `nearly_fitting`: numbers of microbatches for one stage that may be faster, and
+    that is short of memory by the menu.
     """
 
     seconds: float
     finish: Callable[[], Planned]
     menu: KeptMenu | None = None
-    short_of_memory: int | None = None
+    nearly_fitting: tuple[int, ...] = ()
 
 
 def plan_by_ranges(

@@ -12,7 +12,7 @@ from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
 from alpa_meta.planning.menu_search import search_menu, sized_programs
-from alpa_meta.planning.planner import _without_recomputation, make_plan
+from alpa_meta.planning.planner import _just_fitting, make_plan
 from alpa_meta.planning.range_search import Prospect
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
@@ -142,13 +142,13 @@ def test_the_menu_knows_what_one_program_on_all_devices_holds():
 def test_one_stage_that_recomputes_is_held_against_one_that_does_not():
     model = CostModel(cluster("p3.16xlarge:4"))
 
-    def other(short, **options):
-        found = Prospect(1.0, lambda: pytest.fail("finished"), None, short)
-        return _without_recomputation(found, STEP, model, Options(cache=False, **options))
+    def other(*counts, **options):
+        found = Prospect(1.0, lambda: pytest.fail("finished"), None, counts)
+        return _just_fitting(found, STEP, model, Options(cache=False, **options))
 
     (exact,) = other(4)
     plan = exact.finish().plan
     assert plan.num_microbatches == 4 and len(plan.stage_plan.stages) == 1
     assert {layer.recomputation for layer in plan.layers} == {"none"}
     assert exact.seconds == pytest.approx(plan.step_seconds)
-    assert other(None) == other(4, memory=1e6) == other(4, recompute="full") == []
+    assert other() == other(4, memory=1e6) == other(4, recompute="full") == []
