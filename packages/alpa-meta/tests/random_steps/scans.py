@@ -217,7 +217,7 @@ def training(seed: int, parts: tuple[str, ...]) -> tuple[Any, Any, list[Any]]:
         results: dict[str, Any] = {}
         value = jnp.zeros(())
         if has("scan:halves"):
-            half = num_layers // 2 if not has("scan:first_apart") else 2
+            half = 2 if has("scan:first_apart") or has("scan:pairs") else num_layers // 2
             carry, seen = over((x, extra), jax.tree.map(lambda p: p[:half], scanned))
             if has("read:middle"):
                 value = value + jnp.square(carry[0]).mean()

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-EXAMPLES, WIDTH, MEMBERS = 8, 8, 2
+EXAMPLES, WIDTH, MEMBERS = 8, 8, 4
 Net = Callable[..., Any]
 
 # ------------------------------------------------------------ networks: (params, x, state) -> out
@@ -57,6 +57,22 @@ def _dense_net(p: Any, x: Any, s: Any) -> Any:
 def _stacked(p: Any, x: Any, s: Any) -> Any:
     out, _ = jax.lax.scan(lambda x, w: (x + jnp.sin(x @ w), None), x, jnp.stack(p["w"]))
     return out
+
+
+def _scanned(p: Any, x: Any, s: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["members"])[0]
+
+
+def _scanned_again(p: Any, x: Any, s: Any) -> Any:
+    def body(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(jnp.sin(x @ w) @ w.T), jnp.square(x).mean(-1)
+
+    x, sizes = jax.lax.scan(jax.checkpoint(body), x @ p["w"][0], p["members"])
+    return x @ p["w"][1] + 0.1 * sizes.sum(0)[:, None]
+
+
+def _one_by_one(p: Any, x: Any, s: Any) -> Any:
+    return jax.lax.map(lambda one: jnp.tanh(one @ p["w"][0]) @ p["w"][1] + p["b"], x)
 
 
 def _ensemble(p: Any, x: Any, s: Any) -> Any:
@@ -113,7 +129,7 @@ NETS: dict[str, Net] = {
     one.__name__.strip("_"): one
     for one in (
         _plain, _recycled, _scanned_same, _skips, _dense_net, _stacked, _ensemble, _hyper, _pruned,
-        _low_rank, _complex, _two_inputs, _closed_over, _equilibrium, _remembered,
+        _low_rank, _complex, _two_inputs, _scanned, _scanned_again, _one_by_one, _closed_over, _equilibrium, _remembered,
     )
 }  # fmt: skip
 
