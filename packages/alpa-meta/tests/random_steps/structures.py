@@ -129,7 +129,8 @@ NETS: dict[str, Net] = {
     one.__name__.strip("_"): one
     for one in (
         _plain, _recycled, _scanned_same, _skips, _dense_net, _stacked, _ensemble, _hyper, _pruned,
-        _low_rank, _complex, _two_inputs, _scanned, _scanned_again, _one_by_one, _closed_over, _equilibrium, _remembered,
+        _low_rank, _complex, _two_inputs, _scanned, _scanned_again, _one_by_one,
+        _closed_over, _equilibrium, _remembered,
     )
 }  # fmt: skip
 
