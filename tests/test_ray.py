@@ -73,6 +73,21 @@ def nodes():
     cluster.shutdown()
 
 
+def test_workers_have_64_bit_types_where_this_process_does(nodes):
+    def halve(x, batch):
+        value, slope = jax.value_and_grad(lambda x: jnp.mean((x * batch) ** 2))(x)
+        return x - slope / 2, value
+
+    with jax.enable_x64(True):
+        args = jnp.linspace(0.0, 1.0, 4), jnp.linspace(1.0, 2.0, 8)[:, None]
+        near = alpa.parallelize(halve, cluster="host:1", num_stages=1)
+        plan = near.plan_for(*args)
+        far = alpa.parallelize(halve, plan=plan, runtime=alpa.RayOptions(step_timeout=120.0))
+        found = far.gather(far(*args))
+        assert_equal(found, near(*args))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float64)}
+
+
 def test_a_cluster_that_is_not_there_is_named():
     program = alpa.parallelize(
         step, cluster="host:2", num_stages=1, runtime=alpa.RayOptions(address="127.0.0.1:9")

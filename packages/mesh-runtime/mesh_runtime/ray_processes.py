@@ -173,17 +173,19 @@ class Processes:
         return {
             "JAX_PLATFORMS": platform,
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            **_cache_variables(),
+            **_own_variables(),
             **given,
             "XLA_FLAGS": flags.strip(),
         }
 
 
-def _cache_variables() -> dict[str, str]:
-    """Return what lets workers keep compiled programs where this process does."""
+def _own_variables() -> dict[str, str]:
+    """Return what lets workers keep compiled programs where this process does, and have the types
+    that programs traced here have."""
     config: Any = jax.config
     found = {
         "ALPA_CACHE_DIR": os.environ.get("ALPA_CACHE_DIR"),
         "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir,
+        "JAX_ENABLE_X64": str(int(config.jax_enable_x64)),
     }
     return {name: value for name, value in found.items() if value}

@@ -57,7 +57,8 @@ class RayOptions:
     `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
     names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
     has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words. Workers
-    compile with this process's XLA_FLAGS unless `environment` has others.
+    compile with this process's XLA_FLAGS and have 64-bit types if it does, unless `environment`
+    says otherwise.
 
     With `stand_by`, steps that survive failures have a process in reserve for each of their own: it
     takes 0.25 GB of memory, and saves starting Python and importing jax when a worker fails.

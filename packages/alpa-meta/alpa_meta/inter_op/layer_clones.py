@@ -26,7 +26,9 @@ class LayerClones:
     """One layer's forward equations, cloned as its backward pass comes to read their results.
 
     `kept` are values that are not to be redone; `redone` are the positions of the equations that
-    are, `given` is what the clones read from outside, from behind a barrier if there is to be one.
+    are, `given` is what the clones read from outside, from behind a barrier if there is to be one
+    and if it is there by then: of a second gradient in the step, the forward pass may follow the
+    backward pass of the first.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class LayerClones:
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
         self._cotangent = self._last_cotangent(layering)
         self._barriers = 0 if barrier else 2
+        self._made_at = layering.made_at
+        self._place = {id(self._eqns[k]): k for k in self._backward}
         self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
         self.clones: dict[int, JaxprEqn] = {}  # made so far, by the position of the first run
@@ -111,9 +115,10 @@ class LayerClones:
         """Return the barrier of the first clones. The last layer, which no other gives a cotangent,
         has another in front of its first products: it waits for what the loss and the head of a
         model, which are part of that layer, have come to by then."""
+        place = self._place[id(eqn)]
         if self._cotangent is not None:
             self._barriers = 2
-            return self._barrier()
+            return self._barrier(place)
         if self._barriers and not any(_multiplies(self._eqns[k]) for k in new):
             return []
         self._barriers += 1
@@ -121,11 +126,16 @@ class LayerClones:
             self._barriers = 2
             own = (atom for atom in _read(eqn) if atom in self._own and is_plain(atom))
             self._cotangent = next(own, None)
-        return self._barrier()
+        return self._barrier(place)
 
-    def _barrier(self) -> list[JaxprEqn]:
-        """Return equations for what the clones read, available with the layer's cotangent."""
-        held = [var for var in self.given if is_plain(var) or _is_key(var)]
+    def _barrier(self, place: int) -> list[JaxprEqn]:
+        """Return equations for what the clones read and what is made before `place`, available
+        with the layer's cotangent."""
+        held = [
+            var
+            for var in self.given
+            if (is_plain(var) or _is_key(var)) and self._made_at.get(var, -1) < place
+        ]
         behind = [Var(var.aval) for var in held]
         self._inside.update(zip(held, behind, strict=True))
         if self._cotangent is not None:

@@ -44,6 +44,13 @@ class Layering:
             found.setdefault(place, []).append(k)
         return found
 
+    @functools.cached_property
+    def made_at(self) -> Mapping[Var, int]:
+        """The position of the equation that makes each value that is no input."""
+        return {
+            var: k for k, eqn in enumerate(self.eqns) for var in eqn.outvars if not is_drop(var)
+        }
+
     def of(self, phase: str, layer: int | None) -> list[JaxprEqn]:
         """Return the equations of a layer in one phase, in order."""
         return [self.eqns[k] for k in self.positions.get((phase, layer), ())]

@@ -94,7 +94,11 @@ def _scan(
     if carry != inside[num_consts:scanned]:
         inside[num_consts:scanned] = carry
         results = _follow(body, inside, known)
-    return [*results[:num_carry], *(_shifted(split, +1) for split in results[num_carry:])]
+    of_each = any(split is not None and split.dim == 0 for split in operands[scanned:])
+    seen = [
+        Placement("split", 0) if of_each else _shifted(split, +1) for split in results[num_carry:]
+    ]
+    return [*results[:num_carry], *seen]
 
 
 def _shifted(split: Placement | None, by: int) -> Placement | None:

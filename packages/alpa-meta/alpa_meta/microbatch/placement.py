@@ -10,6 +10,10 @@ those of PyTorch's DTensor; Shardy says replicated, sharded, unreduced):
     sum         each has a part of a sum; the value is the sum over the microbatches
     extreme     the value is the largest ("max") or smallest ("min") over the microbatches
     mixed       none of these: no microbatch can compute its share alone
+    own         in a scan over the examples, of which a microbatch makes its part of the iterations:
+                what an iteration makes of its own examples
+    running     in such a scan, what is handed on as its carry `dim`: a sum to which every iteration
+                adds its own
 
 So a microbatch runs the local form of each operator, as a device does on its shard, and what the
 factors of the sharding rule say of devices holds for microbatches.
@@ -25,7 +29,7 @@ from attrs import evolve, frozen
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators import Operator, operator_of, sharding_rule
-from alpa_meta.operators.elementwise import extreme_taken
+from alpa_meta.operators.elementwise import addends, extreme_taken
 
 
 @frozen
@@ -33,7 +37,7 @@ class Placement:
     """How the microbatches hold a value; `zero` says that it is known to be zero everywhere."""
 
     kind: str
-    dim: int = -1  # of "split"
+    dim: int = -1  # of "split" and "running"
     outer: int = 1  # of "split"
     reduction: str = "add"  # "max" or "min" of "extreme"
     zero: bool = False
@@ -42,6 +46,7 @@ class Placement:
 REPLICATED = Placement("replicated")
 SUM = Placement("sum")
 MIXED = Placement("mixed")
+OWN = Placement("own")
 
 _EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
 
@@ -83,6 +88,8 @@ def operator_reading(
         return Reading(tuple(operands), (evolve(REPLICATED, zero=zero),) * len(eqn.outvars))
     if operator.passes_on:
         return Reading(tuple(operands), tuple(operands))
+    if kinds & {"own", "running"}:
+        return _in_scan_of_examples(eqn, operator, operands)
     if "split" in kinds:
         return _along_batch(eqn, operator, operands, num_microbatches)
     if "extreme" in kinds:
@@ -232,6 +239,20 @@ def _of_sums(eqn: JaxprEqn, operator: Operator, operands: Sequence[Placement]) -
             ]
             return Reading(tuple(read), (SUM,) * len(eqn.outvars))
     raise MixedError(eqn)
+
+
+def _in_scan_of_examples(
+    eqn: JaxprEqn, operator: Operator, operands: Sequence[Placement]
+) -> Reading:
+    """Return how an operator runs in an iteration: on its own, or adding its own to a sum."""
+    running = [k for k, operand in enumerate(operands) if operand.kind == "running"]
+    if not {operand.kind for operand in operands} <= {"replicated", "own", "running"}:
+        raise MixedError(eqn)
+    if not running:
+        return Reading(tuple(operands), (OWN,) * len(eqn.outvars))
+    if len(running) > 1 or running[0] not in addends(eqn):
+        raise MixedError(eqn)
+    return Reading(tuple(operands), (operands[running[0]],))
 
 
 def _is_zero(operator: Operator, eqn: JaxprEqn, operands: Sequence[Placement]) -> bool:

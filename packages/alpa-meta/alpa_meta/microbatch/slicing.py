@@ -34,7 +34,7 @@ from alpa_meta.compat import (
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.demand import with_parts_made
-from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
+from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement, runs_over_examples
 from alpa_meta.microbatch.gathering import gathered
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
@@ -117,7 +117,8 @@ class Writer:
         held = atom if isinstance(atom, Literal) else self.local[atom]
         if wanted is None or source.kind != "replicated":
             return held
-        if wanted.kind in ("replicated", "extreme") or source.zero and wanted.kind == "sum":
+        same = ("replicated", "extreme", "own")
+        if wanted.kind in same or source.zero and wanted.kind == "sum":
             return held
         own = held if isinstance(held, Var) else id(held)
         key = (self.phase, own, evolve(wanted, zero=False))
@@ -232,6 +233,9 @@ class Writer:
     def _region(
         self, eqn: JaxprEqn, run: Run, operands: Sequence[Atom], results: Sequence[Var]
     ) -> None:
+        if runs_over_examples(eqn, run):
+            length = eqn.params["length"] // self.count
+            eqn = eqn.replace(params={**eqn.params, "length": length})
         bodies = [self._body(flow) for flow in run.bodies]
         numbered = any(uses for _, uses in bodies)
         closed = [_numbered(body, numbered) for body, _ in bodies]

@@ -264,6 +264,17 @@ def is_sum(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("add", "add_any")
 
 
+_ADDENDS = {"add": (0, 1), "add_any": (0, 1), "sub": (0,), "scatter-add": (0,)}
+
+
+def addends(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the positions of the operands to which, as they are, the result adds others."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":  # which makes weakly typed numbers strongly typed, too
+        return (0,) if dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]) else ()
+    return _ADDENDS.get(name, ())
+
+
 def is_masking_sum(eqn: JaxprEqn) -> bool:
     """Return whether an equation adds its operands, or takes one from the other."""
     return eqn.primitive.name in ("add", "add_any", "sub")

@@ -164,6 +164,10 @@ class Collectives:
         """Return `value` joined along `dim`, of which it was a part, and cut along `to_dim`."""
 
         def exchange(x: Array) -> Array:
+            if self._in_blocks:
+                # XLA sends parts of a padded product one by one on host devices, and lays out a
+                # transposed product otherwise than the zeros beside it, which its verifier refuses
+                x = lax.optimization_barrier(x)
             part: Array = lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
             return part
 

@@ -36,9 +36,9 @@ def step_of(block):
     return step
 
 
-def layered(block, choice):
+def layered(block, choice, make=step_of):
     weights = [SHAPE((WIDTH, WIDTH), jnp.float32)] * DEPTH
-    program = Step(step_of(block), (weights, SHAPE((BATCH, WIDTH), jnp.float32))).program(1)
+    program = Step(make(block), (weights, SHAPE((BATCH, WIDTH), jnp.float32))).program(1)
     layering = assign_layers(program, layers_up_to_tanh)
     return layering, recomputed(layering, choice, program)
 
@@ -111,8 +111,24 @@ def test_clones_read_behind_a_barrier_that_waits_for_the_cotangent():
     assert waits == [[2], [2], [1]]  # of the last layer, what the loss has given by then
 
 
-def test_every_value_is_made_before_it_is_read():
-    _, after = layered(block, {0: "full", 1: "selective", 2: "full"})
+def with_saliency(block):
+    """Return a step that also gives the slopes of its inputs, by a forward pass of their own."""
+
+    def step(weights, batch):
+        def out(x):
+            for weight in weights:
+                x = block(weight, x)
+            return jnp.sum(x**2)
+
+        return step_of(block)(weights, batch), jax.grad(out)(batch)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [step_of, with_saliency])
+@pytest.mark.parametrize("first", ["full", "selective"])
+def test_every_value_is_made_before_it_is_read(make, first):
+    _, after = layered(block, {0: first, 1: "selective", 2: "full"}, make)
     made = {var for eqn in after.eqns for var in eqn.outvars}
     known: set[Var] = set()
     for eqn in after.eqns:

@@ -59,6 +59,21 @@ def test_values_gathered_and_scattered_in_blocks_are_those_of_jax(axes, dim):
     np.testing.assert_array_equal(parts, value * (count * (count + 1) // 2))
 
 
+def test_a_transposed_product_among_zeros_is_exchanged_on_host_devices():
+    collectives, axes = Collectives(MESH, in_blocks=True), ("x", "y")
+
+    def exchange(part):
+        product = (part @ jnp.ones((2, 2))).T
+        return collectives.all_to_all(jnp.pad(product, ((0, 14), (0, 0))), axes, 1, 0, "test")
+
+    spec = PartitionSpec(None, axes)
+    found = on_devices(exchange, jnp.arange(32.0).reshape(2, 16), spec, PartitionSpec(axes))
+    products = jnp.arange(32.0).reshape(2, 8, 2).sum(-1)
+    expected = np.zeros((16, 16))
+    expected[:2] = jnp.broadcast_to(products[None], (2, 2, 8)).transpose(0, 2, 1).reshape(2, 16)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_shift_moves_to_the_next_device_and_leaves_zeros_behind():
     collectives = Collectives(MESH)
     axes = ("x", "y")

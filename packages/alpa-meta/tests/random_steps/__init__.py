@@ -1,0 +1,1 @@
+"""Training steps drawn by seed, and how each is compared with the plain step."""
