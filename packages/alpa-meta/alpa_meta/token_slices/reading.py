@@ -84,8 +84,10 @@ def reading_of(
         places = _of_attention(places, *operator.causal)
     places = _one_of_each(places, choose)
     if operator.causal is None:
-        for name in places:
+        for name, place in places.items():
             _check_factor(eqn, rule, name)
+            if _is_computed(eqn, rule, name):
+                _check_computed(operator.written is not None, place, cutting.slices)
     found = reading_at(rule, places, cutting.slices)
     if operator.causal is not None and not found.combined:
         if not all(operator.causal[0] in itertools.chain(*dims) for dims in rule.results):
@@ -191,14 +193,26 @@ def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
 
 
 def _check_factor(eqn: JaxprEqn, rule: ShardingRule, name: str) -> None:
-    operator, factor = operator_of(eqn), rule.factor(name)
+    factor = rule.factor(name)
     if factor.kind not in ("parallel", "reduction") or factor.halo:
         raise UnreadableError("mixes tokens")
+
+
+def _is_computed(eqn: JaxprEqn, rule: ShardingRule, name: str) -> bool:
+    """Return whether an operator reads or writes a factor of the tokens at computed places."""
+    operator = operator_of(eqn)
     if operator.written is not None:
-        if all(name not in dim for dim in rule.operands[operator.written]):
-            raise UnreadableError("writes at computed places among the tokens")
-    elif operator.indices is not None and factor.kind == "reduction":
-        raise UnreadableError("reads at computed places among the tokens")
+        return all(name not in dim for dim in rule.operands[operator.written])
+    return operator.indices is not None and rule.factor(name).kind == "reduction"
+
+
+def _check_computed(writes: bool, place: Place, slices: Slices) -> None:
+    """Raise UnreadableError unless each slice can read, or write, what it has of the rows: what it
+    reads is a sum over the slices, 0 of those without the row."""
+    cuts = slices.cuts_of(place)
+    if place.kind == KEY or any(one == two for one, two in itertools.pairwise(cuts)):
+        doing = "writes" if writes else "reads"
+        raise UnreadableError(f"{doing} at computed places among the tokens")
 
 
 def _layout(
