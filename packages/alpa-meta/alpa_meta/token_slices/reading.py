@@ -61,11 +61,12 @@ class Reading:
 
 
 class UnreadableError(Exception):
-    """An operator that cannot run on slices; `reason` reads on after its line and name."""
+    """An operator that cannot run on slices; `reason` reads on after its line and name. `chunk`:
+    that slices are to be multiples of so many tokens."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, chunk: int = 0) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.chunk = reason, chunk
 
 
 def reading_of(
@@ -127,7 +128,7 @@ def _factor_places(
             try:
                 name, found = factor_place(rule, dim, place, cutting.slices)
             except StraddlingError as error:
-                raise UnreadableError(error.reason) from None
+                raise UnreadableError(error.reason, error.chunk) from None
             known = places.setdefault(name, found)
             if evolve(known, kind=found.kind, cuts=found.cuts) != found:
                 raise UnreadableError("meets tokens at different places of a dim")
