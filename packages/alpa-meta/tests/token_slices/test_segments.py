@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 from sliced_steps import TOKENS, check, cut, program, step_of
 
+from alpa_meta.step.program import Step
 from alpa_meta.token_slices.values import SlicingError
 
 BLOCK = 3
@@ -103,6 +104,13 @@ def test_documents_in_uneven_slices_under_an_infinite_mask():
         return causal(rows, keys) & (rows[:, None] - keys < 5)
 
     check(*step(by_queries(attend, BLOCK), seen=seen, constant=-jnp.inf), (3, 6, 3))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
+def test_documents_in_microbatches(loop):
+    """A mask constant of all sequences is read at the number of the microbatch."""
+    microbatch = Step(*step(loop), batch_argnums=(1,)).program(2)
+    assert cut(microbatch, (6, 6)).slices.lengths == (6, 6)
 
 
 ELSEWHERE = {
