@@ -102,9 +102,8 @@ def _run_gather(call: LocalCall) -> list[Array]:
             column = jnp.clip(column, 0, last)
         inside = inside & (column >= 0) & (column <= last)
         if sharded[d]:
-            column = column - call.index(sharded[d]).astype(column.dtype) * operand.shape[d]
-            owned = owned & (column >= 0) & (column < operand.shape[d])
-            column = jnp.clip(column, 0, operand.shape[d] - 1)
+            column, held = call.held(sharded[d], column, operand.shape[d])
+            owned = owned & held
         columns.append(column)
     local_index = jnp.stack(columns, axis=-1)
     params |= {"indices_are_sorted": False, "unique_indices": False}
@@ -223,8 +222,8 @@ def _run_scatter(call: LocalCall) -> list[Array]:
         if _clips(call.eqn.params["mode"]):
             column = jnp.clip(column, 0, whole[d] - _update_window(call.eqn, d))
         if sharded[d]:
-            column = column - call.index(sharded[d]).astype(column.dtype) * operand.shape[d]
-            column = jnp.where((column >= 0) & (column < operand.shape[d]), column, -1)
+            column, held = call.held(sharded[d], column, operand.shape[d])
+            column = jnp.where(held, column, -1)
         columns.append(column)
     # XLA reads a slice of a slice without moving the inner start inside, as it does where an update
     # is dropped and the operand was itself cut from an array: the barrier keeps the two apart
@@ -279,10 +278,8 @@ def _run_dynamic_slice(call: LocalCall) -> list[Array]:
             sizes[d] = local
         elif axes:
             start = jnp.clip(starts[d].astype(_index_dtype(starts[d].dtype)), 0, whole[d] - 1)
-            start = start - call.index(axes).astype(start.dtype) * local
-            held = (start >= 0) & (start < local)
+            starts[d], held = call.held(axes, start, local)
             owned = held if owned is None else owned & held
-            starts[d] = jnp.clip(start, 0, local - 1)
     (found,) = call.bind([operand, *starts], slice_sizes=tuple(sizes))
     return [found if owned is None else jnp.where(owned, found, jnp.zeros_like(found))]
 
@@ -312,10 +309,8 @@ def _run_dynamic_update_slice(call: LocalCall) -> list[Array]:
         axes = call.operand_axes(0, d)
         if axes and written[d] != whole[d]:
             start = jnp.clip(starts[d].astype(_index_dtype(starts[d].dtype)), 0, whole[d] - 1)
-            start = start - call.index(axes).astype(start.dtype) * local
-            held = (start >= 0) & (start < local)
+            starts[d], held = call.held(axes, start, local)
             owned = held if owned is None else owned & held
-            starts[d] = jnp.clip(start, 0, local - 1)
     if owned is not None:
         current = lax.dynamic_slice(operand, starts, update.shape)
         update = jnp.where(owned, update, current)

@@ -261,7 +261,7 @@ _FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {
     **dict.fromkeys(
         (
             *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "split"),
-            *("copy", "copy_p", "stop_gradient"),
+            *("dynamic_slice", "copy", "copy_p", "stop_gradient"),
             *("reduce_max", "reduce_min", "reduce_and", "reduce_or"),
         ),
         _same,

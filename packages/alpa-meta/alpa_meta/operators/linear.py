@@ -1,4 +1,5 @@
-"""What an operator makes of multiples of unknown values: m - m is 0, max(m, -inf) is m.
+"""What an operator makes of multiples of unknown values: m - m is 0, max(m, -inf) is m, and of
+products of their powers: l / l is 1.
 
 Values are compared as numbers: what a wider float type holds is the same, and so is what has other
 dims of one element.
@@ -6,25 +7,33 @@ dims of one element.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from attrs import frozen
 
-from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators.intervals import Interval, results_of
 
 
 @frozen
 class Unknown:
     """A finite value that is not known, by its number. `steady`: in every iteration the same;
-    `live`: it is no smaller than the score of a key that no mask leaves out."""
+    `live`: it is no smaller than the score of a key that no mask leaves out; `powers`: others that
+    it is a product of powers of."""
 
     number: int
     dtype: str
     steady: bool = False
     live: bool = False
+    powers: Powers = ()
+
+
+Powers = tuple[tuple[Unknown, int], ...]
+"""A product of powers of unknown values, in the order of their numbers; empty: 1."""
 
 
 @frozen
@@ -90,6 +99,46 @@ def of_linear(eqn: JaxprEqn, operands: Sequence[Linear], low: float) -> Linear |
     if name == "convert_element_type":
         return _converted(eqn, operands[0])
     return None
+
+
+def product_of(eqn: JaxprEqn, operands: Sequence[Linear]) -> dict[Powers, float] | None:
+    """Return the multiples of products of powers that a product, quotient or power of linear values
+    is; None of others. What is divided by is taken for other than 0."""
+    name = eqn.primitive.name
+    if any(math.isinf(one.constant) for one in operands):
+        return None
+    if name == "mul":
+        return _multiplied(*map(_in_powers, operands))
+    over = _in_powers(operands[-1])
+    if name not in ("div", "integer_pow") or len(over) != 1 or 0.0 in over.values():
+        return None
+    ((powers, times),) = over.items()
+    to = -1 if name == "div" else int(eqn.params["y"])
+    raised = {tuple((one, to * power) for one, power in powers): times**to}
+    return _multiplied(_in_powers(operands[0]), raised) if name == "div" else raised
+
+
+def divisor_of(eqn: JaxprEqn) -> Atom | None:
+    """Return what an equation divides by, None of others."""
+    if eqn.primitive.name == "integer_pow":
+        return eqn.invars[0] if eqn.params["y"] < 0 else None
+    return eqn.invars[1] if eqn.primitive.name == "div" else None
+
+
+def _in_powers(value: Linear) -> dict[Powers, float]:
+    found = {one.powers or ((one, 1),): times for one, times in value.terms}
+    return found if found and not value.constant else {**found, (): value.constant}
+
+
+def _multiplied(one: dict[Powers, float], two: dict[Powers, float]) -> dict[Powers, float]:
+    found: dict[Powers, float] = {}
+    for (first, times), (second, by) in itertools.product(one.items(), two.items()):
+        powers = Counter(dict(first))
+        for unknown, power in second:
+            powers[unknown] += power
+        kept = sorted((pair for pair in powers.items() if pair[1]), key=lambda p: p[0].number)
+        found[tuple(kept)] = found.get(tuple(kept), 0.0) + times * by
+    return found
 
 
 _OF_DIMS = frozenset(

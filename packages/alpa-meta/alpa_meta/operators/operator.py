@@ -108,6 +108,12 @@ class LocalCall:
         """Return the place in the whole dim of the first of this device's `size` elements."""
         return self.index(axes) * size
 
+    def held(self, axes: tuple[str, ...], places: Array, size: int) -> tuple[Array, Array]:
+        """Return where the elements at `places` of the whole dim are among this device's `size` of
+        it, moved inside, and whether it has them."""
+        local = places - jnp.asarray(self.first(axes, size), places.dtype)
+        return jnp.clip(local, 0, size - 1), (local >= 0) & (local < size)
+
     def result_shape(self, result: int) -> tuple[int, ...]:
         """Return the local shape of the natural `result`."""
         return tuple(

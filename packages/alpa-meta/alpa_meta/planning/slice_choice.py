@@ -24,7 +24,7 @@ from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.budget import MAX_PROGRAMS, num_programs
 from alpa_meta.token_slices.places import SliceRequest, Slices
-from alpa_meta.token_slices.program import check_work
+from alpa_meta.token_slices.program import check_work, in_whole_chunks
 from alpa_meta.token_slices.slice_seconds import Array, slice_seconds
 from alpa_meta.token_slices.values import SlicingError
 
@@ -74,7 +74,11 @@ def with_slices(
         if found is None or found[1] > GAIN * planned.plan.step_seconds:
             return planned
         told = evolve(options, num_stages=num_stages, num_microbatches=pipeline.num_microbatches)
-        sliced = plan(step.in_slices(SliceRequest(found[0])), told)
+        sliced = in_whole_chunks(
+            Slices(found[0]),
+            lambda slices: plan(step.in_slices(SliceRequest(slices.lengths)), told),
+            fewer=True,
+        )
     except PlanError as error:
         _LOG.info("the step is not cut into token slices: %s", error)
         return planned
@@ -111,7 +115,9 @@ def _lengths(
     sizes = [shape_of(var)[1] for var, held in variables if held and len(shape_of(var)) > 1]
     for slices in SliceRequest(count=2).candidates(sizes):
         try:
-            analysis = analysed(program.closed, program.phases.of_eqn, holds, slices)
+            analysis = in_whole_chunks(
+                slices, lambda some: analysed(program.closed, program.phases.of_eqn, holds, some)
+            )
             check_work(analysis)
         except SlicingError as error:
             _LOG.info("no slices of %d tokens: %s", slices.tokens, error)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import frozen
 
+from alpa_interchange import ShardingRule
 from alpa_meta.compat import Atom, JaxprEqn, Literal, dtype_of, shape_of
 from alpa_meta.operators import operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.elementwise import is_elementwise
@@ -13,8 +17,20 @@ from alpa_meta.operators.elementwise import is_elementwise
 if TYPE_CHECKING:
     from alpa_meta.token_slices.bounds import Scope
 
-Labels = tuple[int | None, ...]
-"""Which dim of a mask each dim of a value is along: -1 along the tokens, None along none."""
+
+@frozen
+class Element:
+    """The element of a dim that is a token's own: its number, by `step`, modulo `size`.
+
+    Of all tokens step is 1; of blocks of c tokens it is c; of those within a block size is c.
+    """
+
+    step: int
+    size: int
+
+
+Labels = tuple[int | Element | None, ...]
+"""Which dim of a mask each dim of a value is along, or which element of it is a token's own."""
 
 
 def alike(one: tuple[Scope, Atom, Labels], two: tuple[Scope, Atom, Labels]) -> bool:
@@ -28,7 +44,7 @@ def alike(one: tuple[Scope, Atom, Labels], two: tuple[Scope, Atom, Labels]) -> b
     if isinstance(first, Literal) or isinstance(second, Literal):
         return False
     if scope is other and _is_same(scope, first, second):
-        return labels == others
+        return labels == others and all(_is_told(scope, label) for label in labels)
     made = [eqn for eqn in (scope.producer.get(first), other.producer.get(second)) if eqn]
     if len(made) < 2 or not all(is_elementwise(eqn) and len(eqn.outvars) == 1 for eqn in made):
         return False
@@ -75,6 +91,13 @@ def _is_same(scope: Scope, one: Atom, two: Atom) -> bool:
     return True
 
 
+def _is_told(scope: Scope, label: int | Element | None) -> bool:
+    """Return whether a label says which element it is: alone, the place within a block does not, of
+    which dims are known by their size."""
+    within = isinstance(label, Element) and label.step == 1 and label.size < scope.slices.tokens
+    return not within
+
+
 def _source(scope: Scope, atom: Atom, labels: Labels) -> tuple[Scope, Atom, Labels] | None:
     """Return the value that one is laid out of, and its labels."""
     while len(labels) == len(shape_of(atom)):
@@ -82,6 +105,11 @@ def _source(scope: Scope, atom: Atom, labels: Labels) -> tuple[Scope, Atom, Labe
             return scope, atom, labels
         eqn = scope.producer.get(atom)
         if atom in scope.outer and scope.parent is not None:
+            if atom in scope.scanned:
+                if scope.place is None or not scope.chunk(scope.place):
+                    return None
+                blocks = scope.slices.cuts_of(scope.place)[-1]
+                labels = Element(scope.chunk(scope.place), blocks), *labels
             scope, atom = scope.parent, scope.outer[atom]
         elif eqn is not None and operator_of(eqn).layout and len(eqn.invars) == 1:
             labels, atom = operand_labels(eqn, 0, labels), eqn.invars[0]
@@ -95,8 +123,37 @@ def operand_labels(eqn: JaxprEqn, operand: int, labels: Labels) -> Labels:
     rule = sharding_rule(eqn)
     if rule is None:
         return ()
-    known = {dim: label for dim, label in zip(rule.results[0], labels, strict=True) if dim}
-    held = tuple(known.get(dim) for dim in rule.operands[operand])
+    known: dict[str, int | Element] = {}
+    for dim, label in zip(rule.results[0], labels, strict=True):
+        known.update(_apart(rule, dim, label))
+    held = tuple(_together([known.get(name) for name in dim]) for dim in rule.operands[operand])
     sizes = shape_of(eqn.invars[operand])
     mixed = any(size > 1 and label is None for size, label in zip(sizes, held, strict=True))
     return () if mixed else held
+
+
+def _apart(
+    rule: ShardingRule, dim: Sequence[str], label: int | Element | None
+) -> Iterator[tuple[str, int | Element]]:
+    """Yield the label of each factor of a dim."""
+    if len(dim) == 1 and label is not None:
+        yield dim[0], label
+    elif isinstance(label, Element):
+        step = label.step
+        sizes = [rule.factor(name).size for name in dim]
+        if math.prod(sizes) == label.size:
+            for name, size in zip(reversed(dim), reversed(sizes), strict=True):
+                yield name, Element(step, size)
+                step *= size
+
+
+def _together(labels: Sequence[int | Element | None]) -> int | Element | None:
+    """Return the label of a dim of factors with these, the major ones first."""
+    (*majors, found) = labels or (None,)
+    for major in reversed(majors):
+        if not isinstance(found, Element) or not isinstance(major, Element):
+            return None
+        if major.step != found.step * found.size:
+            return None
+        found = Element(found.step, found.size * major.size)
+    return found

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -86,7 +87,7 @@ def analysed(
         input_value(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)
     ]
     sweeps = tuple(("forward", "backward", "update").index(phase) for phase in phases)
-    first, backward = "", False
+    first, backward, chunk = "", False, 0
     for choices in map(Choices, ("", "refused", "all")):
         for _ in range(_MOST_TRIES):
             choices.position = 0
@@ -94,7 +95,7 @@ def analysed(
             try:
                 walk.run(inputs)
             except Refusal as refusal:
-                first = first or refusal.reason
+                first, chunk = first or refusal.reason, chunk or choices.chunk
                 backward = backward or sweeps[len(walk.found.decisions)] != BEFORE
                 if not refusal.chosen or not choices.turn_last():
                     break
@@ -102,7 +103,7 @@ def analysed(
                 return walk.found
         if not backward:
             break
-    raise SlicingError(first)
+    raise SlicingError(first, chunk)
 
 
 class Walk:
@@ -154,6 +155,7 @@ class Walk:
             try:
                 decision, results = self._decided(eqn, sweep)
             except (UnreadableError, Refusal) as error:
+                self._note(error)
                 if self.choices.recomputes and is_recomputed(self, eqn, sweep):
                     decision, results = Recomputed(), recomputed_values(eqn)
                 elif isinstance(error, Refusal):
@@ -165,6 +167,11 @@ class Walk:
                 if not is_drop(var):
                     values[var] = value
         return self.found
+
+    def _note(self, error: UnreadableError | Refusal) -> None:
+        """Note what slices must be multiples of for an equation."""
+        if isinstance(error, UnreadableError) and error.chunk:
+            self.choices.chunk = math.lcm(self.choices.chunk or 1, error.chunk)
 
     def _refusal(self, k: int, reason: str) -> Refusal:
         """Return the refusal of an equation; its line may only be known of what follows."""
@@ -219,6 +226,7 @@ class Walk:
                 return self._window(eqn, operands, window, sweep)
             return self._sliced(eqn, operands, sweep)
         except UnreadableError as error:
+            self._note(error)
             if not in_parts:
                 self.found.whole = self.found.whole or f"{place_of(eqn)} {error.reason}"
                 return self._known(eqn, operands, sweep)

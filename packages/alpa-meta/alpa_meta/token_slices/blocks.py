@@ -87,7 +87,8 @@ def block_loop(
         if k >= num_carry:
             rest = value.rest if value.in_parts else None
             layout = (place, *(value.layout if value.in_parts else whole(len(value.layout))))
-            results.append(Value("sliced", layout, sweep, rest=rest, dead=value.dead))
+            later = value.later if value.in_parts else None
+            results.append(Value("sliced", layout, sweep, rest=rest, dead=value.dead, later=later))
         elif k in sums and KEY in kinds(value.layout):
             _check_sum(walk, eqn.invars[num_consts + k], value, sweep)
             layout = tuple(one and evolve(one, kind=ROW) for one in value.layout)

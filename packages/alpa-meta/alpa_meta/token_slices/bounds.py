@@ -32,7 +32,7 @@ from alpa_meta.operators.intervals import (
     results_of,
 )
 from alpa_meta.operators.ordering import is_running_sum
-from alpa_meta.token_slices.alike import alike, operand_labels
+from alpa_meta.token_slices.alike import Element, alike, operand_labels
 from alpa_meta.token_slices.places import (
     BLOCK,
     KEY,
@@ -192,7 +192,7 @@ class Scope:
         layouts = _read_layouts(eqn, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
-        own = self._of_itself(eqn, layout, where) if type(where) is Diagonal else None
+        own = self._of_itself(eqn, layout, where) if isinstance(where, Diagonal) else None
         if own is not None:
             return own
         pairs = zip(eqn.invars, layouts, strict=True)
@@ -202,11 +202,26 @@ class Scope:
         """Return what an equation makes of a token and itself, such as whether both are of one
         segment; None if that cannot be said."""
         found = of_equals(eqn)
-        if found is None or where.key or self.in_blocks or BLOCK in kinds(layout):
+        in_blocks = self.in_blocks or BLOCK in kinds(layout)
+        if found is None or where.key or in_blocks and not isinstance(where, Own):
             return None
-        labels = tuple(d if place is None else -1 for d, place in enumerate(layout))
+        labels = tuple(
+            d if place is None else self._label(place, where) for d, place in enumerate(layout)
+        )
         sides = [(self, atom, operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
         return found if alike(*sides) else None
+
+    def _label(self, place: Place, where: Diagonal) -> Element | None:
+        """Return which element of a dim is a token's own; None if that cannot be said."""
+        size = self.slices.cuts_of(place)[-1]
+        if place.outer * place.inner > 1:
+            return None
+        if place.kind == BLOCK:
+            return Element(1, size)
+        each = self.chunk(place)
+        if each == 0 and not isinstance(where, Own):
+            return Element(1, size + place.after)
+        return Element(each, size) if each else None
 
     def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
         """Return the bounds of what counts the places along a dim."""

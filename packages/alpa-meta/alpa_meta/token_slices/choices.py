@@ -33,6 +33,7 @@ class Choices:
         self.recomputes = recomputes
         self.script: list[list[object]] = []  # [which, whether both were tried, kind of operator]
         self.position = 0
+        self.chunk = 0  # what some operator wants slices to be multiples of, in tokens
 
     def choose(self, names: Sequence[str], kind: object) -> str:
         """Return the name of the keys; operators of one kind are first taken to be alike."""

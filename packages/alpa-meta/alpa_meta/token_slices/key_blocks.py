@@ -106,7 +106,7 @@ def key_loop(
     _check_body(found)
     made: list[Linear | None] = [None] * len(after)
     if walk.slices.count > 1:
-        made = [*_later(walk, eqn, found, operands, low)]
+        made = [*_later(walk, eqn, found, operands, low, sweep)]
     dead = {k for k in low if carry[k].in_parts and after[k].dead}
     if dead and walk.slices.count > 1:
         raise UnreadableError(
@@ -212,7 +212,12 @@ def _check_body(found: Analysis) -> None:
 
 
 def _later(
-    walk: Walk, eqn: JaxprEqn, found: Analysis, operands: Sequence[Value], low: set[int]
+    walk: Walk,
+    eqn: JaxprEqn,
+    found: Analysis,
+    operands: Sequence[Value],
+    low: set[int],
+    sweep: int,
 ) -> list[Linear]:
     """Return what the body makes in the blocks behind a slice; UnreadableError unless that leaves
     what it hands on alone."""
@@ -229,7 +234,8 @@ def _later(
             given[var] = linear(unknowns.of(("given", id(atom)), var, steady=True))
         else:
             given[var] = _piece(unknowns, eqn, k, operands[k])
-    made = in_later_blocks(found, given, unknowns)
+    handed_on = jaxpr.outvars[:num_carry] if sweep == BEFORE else None
+    made = in_later_blocks(found, given, unknowns, handed_on)
     for k, var in enumerate(jaxpr.invars[num_consts:first]):
         if var in given and made[k] != given[var]:
             raise UnreadableError(

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -67,12 +68,27 @@ class SliceCall(LocalCall):
         return self._shape(shape_of(self.eqn.invars[operand]), layout)
 
     def first(self, axes: tuple[str, ...], size: int) -> np.int32:
+        place, start, _ = self._place(axes)
+        if place.outer > 1 or place.after:
+            raise UnsupportedError("first")  # its elements are in several stretches
+        return np.int32(start * place.inner)
+
+    def _place(self, axes: tuple[str, ...]) -> tuple[Place, int, int]:
+        """Return the place of the tokens along `axes`, and the elements [start, stop) there."""
         slices, number, reading = self._of  # type: ignore[attr-defined]
         places = itertools.chain(*reading.operands, *reading.results)
         place = next(one for one in places if one is not None and one.kind == _AXES[axes[0]])
-        if place.outer > 1 or place.after:
-            raise UnsupportedError("first")  # its elements are in several stretches
-        return np.int32(slices.held(place, number)[0] * place.inner)
+        return place, *slices.held(place, number)
+
+    def held(self, axes: tuple[str, ...], places: Array, size: int) -> tuple[Array, Array]:
+        place, start, stop = self._place(axes)
+        if place.after:
+            raise UnsupportedError("held")
+        block = self._of[0].cuts_of(place)[-1] * place.inner  # type: ignore[attr-defined]
+        within = places % block - start * place.inner
+        each = (stop - start) * place.inner
+        inside = (places >= 0) & (places < block * place.outer) & (within >= 0) & (within < each)
+        return jnp.where(inside, places // block * each + within, 0), inside
 
     def shards(self, axes: tuple[str, ...]) -> int:
         if axes:

@@ -77,6 +77,20 @@ class Slices:
         """Where the slices begin, and where the last one stops."""
         return (0, *itertools.accumulate(self.lengths))
 
+    def of_multiples(self, chunk: int) -> Slices | None:
+        """Return slices of about these lengths that are multiples of `chunk` tokens, as many as
+        there may be; None if that is one."""
+        chunks, rest = divmod(self.tokens, chunk)
+        count = min(self.count, chunks)
+        if rest or count < 2:
+            return None
+        ends = [round(end / chunk) for end in self.cuts[1:count]]
+        cuts = [0]
+        for k, end in enumerate(ends):
+            cuts.append(min(max(end, cuts[-1] + 1), chunks - (count - 1 - k)))
+        pairs = itertools.pairwise([*cuts, chunks])
+        return Slices(tuple((stop - start) * chunk for start, stop in pairs))
+
     def cuts_of(self, place: Place) -> tuple[int, ...]:
         """Return where the slices begin among what has a place, and where the last one stops."""
         return place.cuts or self.cuts
@@ -131,11 +145,14 @@ class SliceRequest:
 
 
 class StraddlingError(Exception):
-    """The tokens of a dim are cut by an operator; `reason` reads on after its line and name."""
+    """The tokens of a dim are cut by an operator; `reason` reads on after its line and name. If it
+    cuts them into chunks that slices do not, `chunk` is their tokens."""
 
-    def __init__(self, reason: str = "cuts, joins or reorders the dim of tokens") -> None:
+    def __init__(
+        self, reason: str = "cuts, joins or reorders the dim of tokens", chunk: int = 0
+    ) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.chunk = reason, chunk
 
 
 def factor_place(
@@ -159,16 +176,18 @@ def factor_place(
             if inner * tokens <= size and size % (inner * tokens) == 0:
                 return name, evolve(place, outer=size // (inner * tokens), inner=inner)
         elif minor % place.inner == 0 and minor // place.inner * size == tokens:
-            return name, _of_chunks(place, minor // place.inner, cuts)
+            return name, _of_chunks(place, minor // place.inner, cuts, slices)
         minor *= size
     raise StraddlingError
 
 
-def _of_chunks(place: Place, chunk: int, cuts: Sequence[int]) -> Place:
+def _of_chunks(place: Place, chunk: int, cuts: Sequence[int], slices: Slices) -> Place:
     if any(cut % chunk for cut in cuts):
+        tokens = chunk * max(slices.tokens // cuts[-1], 1)
         raise StraddlingError(
-            f"cuts the tokens into chunks of {chunk}, and some slice ends inside one: use "
-            f"token_slices that are multiples of {chunk}"
+            f"cuts the tokens into chunks of {tokens}, and some slice ends inside one: use "
+            f"token_slices that are multiples of {tokens}",
+            tokens,
         )
     return Place(place.kind, cuts=tuple(cut // chunk for cut in cuts))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from attrs import frozen
 
@@ -71,7 +73,11 @@ def in_wanted_slices(
     refused: SlicingError | None = None
     for slices in wanted.candidates(sizes):
         try:
-            return in_slices(closed, phases, tokens, slices, needed)
+            if wanted.lengths:
+                return in_slices(closed, phases, tokens, slices, needed)
+            return in_whole_chunks(
+                slices, lambda some: in_slices(closed, phases, tokens, some, needed)
+            )
         except SlicingError as error:
             refused = refused or error
     asked = f"slices of {wanted.lengths} tokens" if wanted.lengths else f"{wanted.count} slices"
@@ -83,8 +89,29 @@ def in_wanted_slices(
         )
     raise SlicingError(
         f"the step cannot be cut into {asked} of its tokens: {refused}. Leave out token_slices and "
-        "num_token_slices to run it whole"
+        "num_token_slices to run it whole",
+        refused.chunk,
     ) from None
+
+
+Made = TypeVar("Made")
+
+
+def in_whole_chunks(slices: Slices, make: Callable[[Slices], Made], *, fewer: bool = False) -> Made:
+    """Return what `make` makes of slices, of others of about the same lengths if those end inside
+    chunks of the tokens; `fewer`: of fewer where there are not as many chunks."""
+    chunk, tried = 1, slices
+    while True:
+        try:
+            return make(tried)
+        except SlicingError as error:
+            chunk = math.lcm(chunk, error.chunk or 1)
+            found = slices.of_multiples(chunk)
+            if not error.chunk or found is None or found == tried:
+                raise
+            if found.count < slices.count and not fewer:
+                raise
+            tried = found
 
 
 def in_slices(

@@ -61,11 +61,12 @@ class Reading:
 
 
 class UnreadableError(Exception):
-    """An operator that cannot run on slices; `reason` reads on after its line and name."""
+    """An operator that cannot run on slices; `reason` reads on after its line and name. `chunk`:
+    that slices are to be multiples of so many tokens."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, chunk: int = 0) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.chunk = reason, chunk
 
 
 def reading_of(
@@ -84,8 +85,10 @@ def reading_of(
         places = _of_attention(places, *operator.causal)
     places = _one_of_each(places, choose)
     if operator.causal is None:
-        for name in places:
+        for name, place in places.items():
             _check_factor(eqn, rule, name)
+            if _is_computed(eqn, rule, name):
+                _check_computed(operator.written is not None, place, cutting.slices)
     found = reading_at(rule, places, cutting.slices)
     if operator.causal is not None and not found.combined:
         if not all(operator.causal[0] in itertools.chain(*dims) for dims in rule.results):
@@ -125,7 +128,7 @@ def _factor_places(
             try:
                 name, found = factor_place(rule, dim, place, cutting.slices)
             except StraddlingError as error:
-                raise UnreadableError(error.reason) from None
+                raise UnreadableError(error.reason, error.chunk) from None
             known = places.setdefault(name, found)
             if evolve(known, kind=found.kind, cuts=found.cuts) != found:
                 raise UnreadableError("meets tokens at different places of a dim")
@@ -191,14 +194,26 @@ def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
 
 
 def _check_factor(eqn: JaxprEqn, rule: ShardingRule, name: str) -> None:
-    operator, factor = operator_of(eqn), rule.factor(name)
+    factor = rule.factor(name)
     if factor.kind not in ("parallel", "reduction") or factor.halo:
         raise UnreadableError("mixes tokens")
+
+
+def _is_computed(eqn: JaxprEqn, rule: ShardingRule, name: str) -> bool:
+    """Return whether an operator reads or writes a factor of the tokens at computed places."""
+    operator = operator_of(eqn)
     if operator.written is not None:
-        if all(name not in dim for dim in rule.operands[operator.written]):
-            raise UnreadableError("writes at computed places among the tokens")
-    elif operator.indices is not None and factor.kind == "reduction":
-        raise UnreadableError("reads at computed places among the tokens")
+        return all(name not in dim for dim in rule.operands[operator.written])
+    return operator.indices is not None and rule.factor(name).kind == "reduction"
+
+
+def _check_computed(writes: bool, place: Place, slices: Slices) -> None:
+    """Raise UnreadableError unless each slice can read, or write, what it has of the rows: what it
+    reads is a sum over the slices, 0 of those without the row."""
+    cuts = slices.cuts_of(place)
+    if place.kind == KEY or any(one == two for one, two in itertools.pairwise(cuts)):
+        doing = "writes" if writes else "reads"
+        raise UnreadableError(f"{doing} at computed places among the tokens")
 
 
 def _layout(

@@ -246,7 +246,12 @@ class Analysis:
 
 
 class SlicingError(PlanError):
-    """A program that cannot run in token slices."""
+    """A program that cannot run in token slices; `chunk`: of lengths that are no multiples of so
+    many tokens."""
+
+    def __init__(self, reason: str, chunk: int = 0) -> None:
+        super().__init__(reason)
+        self.chunk = chunk
 
 
 def is_joinable(value: Value) -> bool:

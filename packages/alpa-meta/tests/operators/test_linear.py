@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_meta.compat import open_jaxpr
-from alpa_meta.operators.linear import Linear, Unknown, of_linear
+from alpa_meta.operators.linear import Linear, Unknown, of_linear, product_of
 
 LOW = -1e9
 FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
@@ -78,6 +78,39 @@ def test_what_is_said_of_a_result_is_what_it_is(name, data):
 
 def unknown(number, dtype="float64", **known):
     return Linear(0.0, ((Unknown(number, dtype, **known), 1.0),))
+
+
+POWERS: dict[str, Callable[..., jax.Array]] = {
+    "mul": jax.lax.mul,
+    "div": jax.lax.div,
+    "square": lambda x, *_: jax.lax.integer_pow(x, 2),
+    "inverse": lambda x, *_: jax.lax.integer_pow(x, -1),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+@given(data=st.data())
+def test_a_product_of_powers_is_the_product(name, data):
+    operands = [drawn(data), drawn(data)]
+    (eqn,) = open_jaxpr(jax.make_jaxpr(POWERS[name])(*(jnp.zeros(2),) * 2)).eqns
+    operands = operands[: len(eqn.invars)]
+    said = product_of(eqn, operands)
+    for seed in range(3):
+        values = np.random.default_rng(seed).integers(1, 9, 3) / 8.0
+        held = dict(zip(UNKNOWNS, values, strict=True))
+        if said is not None:
+            got = POWERS[name](*(jnp.float64(value_of(one, held)) for one in operands))
+            expected = sum(
+                times * np.prod([held[one] ** power for one, power in powers])
+                for powers, times in said.items()
+            )
+            np.testing.assert_allclose(float(got), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_value_divided_by_itself_is_one():
+    (eqn,) = open_jaxpr(jax.make_jaxpr(jax.lax.div)(1.0, 1.0)).eqns
+    assert product_of(eqn, [unknown(0), unknown(0)]) == {(): 1.0}
+    assert product_of(eqn, [unknown(0), unknown(0).plus(Linear(1e-3))]) is None
 
 
 def test_a_masked_score_changes_no_running_maximum_that_is_live():

@@ -107,6 +107,27 @@ def test_the_planner_cuts_long_sequences_of_few_microbatches(monkeypatch):
     assert 0.5 * plan.step_seconds < plan.lower_bound <= plan.step_seconds
 
 
+def test_the_planner_cuts_between_chunks(monkeypatch):
+    monkeypatch.setattr(causal_models, "TOKENS", 2115)  # no quarter of which is a multiple of 3
+    step, args = step_and_arguments(Model("chunks", num_layers=4))
+    options = {"num_stages": 4, "num_microbatches": 1}
+    slices = parallel(step, "host:4", **options).plan_for(*args).program.token_slices
+    assert sum(slices) == 2115 and len(slices) > 1
+    assert not any(length % 3 for length in slices)
+
+
+def test_a_number_of_slices_is_of_whole_chunks():
+    step, args = step_and_arguments(Model("chunks", num_layers=2))
+    options = {"num_stages": 2, "num_microbatches": 1}
+    sliced = parallel(step, "host:2", num_token_slices=3, **options)
+    check(step, args, sliced)
+    assert sliced.plan.program.token_slices == (3, 6, 3)
+    with pytest.raises(PlanError, match="are multiples of 3"):
+        parallel(step, "host:2", num_token_slices=5, **options).plan_for(*args)
+    with pytest.raises(PlanError, match="are multiples of 3"):
+        parallel(step, "host:2", token_slices=(5, 7), **options).plan_for(*args)
+
+
 def test_a_scan_over_layers_is_cut_over_stages_and_audited():
     step, args = step_and_arguments(Model(scan=True, remat=True, num_layers=4))
     sliced = parallel(
