@@ -135,10 +135,8 @@ def test_flash_attention_is_attention(flash):
         return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(found), v)
 
     layers, batch = flash.make_layers(), flash.make_batch()
-    values = [
-        jax.value_and_grad(flash.loss_of)(layers, batch, attend)
-        for attend in (flash.attention, plain)
-    ]
+    both = jax.jit(jax.value_and_grad(flash.loss_of), static_argnums=2)
+    values = [both(layers, batch, attend) for attend in (flash.attention, plain)]
     for own, jaxs in zip(*map(jax.tree.leaves, values), strict=True):
         assert jnp.allclose(own, jaxs, rtol=1e-4, atol=1e-6)
 
@@ -160,7 +158,7 @@ def test_flash_attention_is_cut_into_microbatches_and_stages(flash, agrees, opti
 
 
 @pytest.mark.sample(slices=1)
-@pytest.mark.parametrize("slices", [(8, 4, 4), (4, 12)])
+@pytest.mark.parametrize("slices", [(4, 12), (8, 4, 4)])
 def test_flash_attention_is_cut_into_token_slices(flash, slices):
     with jax.enable_x64(True):
         layers, batch = jax.tree.map(

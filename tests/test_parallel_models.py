@@ -197,8 +197,8 @@ def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
 @pytest.mark.parametrize(
     ("name", "seed"),
     _cases(
-        [("mlp", 0), ("conv-net", 1)],  # and all models in float64, below
-        [("mlp", 1), ("mlp", 4), ("conv-net", 3), ("gpt", 0), ("gpt", 3)],
+        [("mlp", 0)],  # and others in float64, below
+        [("conv-net", 1), ("mlp", 1), ("mlp", 4), ("conv-net", 3), ("gpt", 0), ("gpt", 3)],
     ),
 )
 def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
@@ -208,7 +208,7 @@ def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
     agrees(step, state, batches, plan=plan)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", "conv-net", pytest.param("gpt", marks=pytest.mark.bulk)])
 def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
     with jax.enable_x64(True):
         step, state, batches = _training(name, "float64")

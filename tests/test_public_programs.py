@@ -19,12 +19,12 @@ CUT: dict[str, Any] = {"cluster": "host:4", "num_stages": 1, "num_microbatches":
 @pytest.mark.parametrize(
     "name",
     [
-        "flax_nnx:images_with_metrics",
         "haiku_modules:vector_quantised_autoencoder",
         "optax_transforms:differential_privacy",
         "optax_transforms:ranking",
-        "graph_networks:graphs_of_one_size",
         "bayesian:amortised_inference",
+        pytest.param("flax_nnx:images_with_metrics", marks=pytest.mark.bulk),
+        pytest.param("graph_networks:graphs_of_one_size", marks=pytest.mark.bulk),
         pytest.param("flax_linen:mixture_of_experts", marks=pytest.mark.bulk),
         pytest.param("diffrax_equations:backsolved_equation", marks=pytest.mark.bulk),
     ],

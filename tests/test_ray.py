@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers, which none uses
 
 import jax
 import jax.numpy as jnp

@@ -21,6 +21,7 @@ SIZES = (
     *("--layers", "2", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "16"),
     *("--stages", "1", "--microbatches", "1"),  # quick to plan; a later --stages overrides it
 )
+PIPELINE = ("--stages", "2", "--microbatches", "2")
 
 
 def _train(folder, *arguments):
@@ -129,23 +130,23 @@ def test_the_output_says_everything_in_order(whole_and_output):
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """Return a saved plan of four stages and the folder of a run of 12 steps by it."""
+    """Return a saved plan of two stages and the folder of a run of 12 steps by it."""
     saved, folder = (tmp_path_factory.mktemp("pipeline") / name for name in ("plan.json", "run"))
-    assert run(["plan", *SIZES, "--stages", "4", "--microbatches", "4", "--out", str(saved)]) == 0
+    assert run(["plan", *SIZES, *PIPELINE, "--out", str(saved)]) == 0
     _train(folder, "--steps", "12", "--compare", "0", "--plan", str(saved))
     return saved, folder
 
 
 def test_a_pipeline_trains_as_the_default_plan_does(whole, pipeline):
     _, folder = pipeline
-    assert load(folder / "plan.json", ParallelPlan).num_stages == 4
+    assert load(folder / "plan.json", ParallelPlan).num_stages == 2
     # float32 sums in another order; Adam divides by small second moments, which amplifies it
     np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)
 
 
 def test_another_plan_resumes_the_checkpoint(whole, half, tmp_path):
     folder = shutil.copytree(half, tmp_path / "run")
-    arguments = ["--steps", "12", "--stages", "2", "--microbatches", "2", "--compare", "0"]
+    arguments = ["--steps", "12", *PIPELINE, "--compare", "0"]
     assert run(["train", "--resume", str(folder), *arguments]) == 0
     assert load(folder / "plan.json", ParallelPlan).num_stages == 2
     np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)

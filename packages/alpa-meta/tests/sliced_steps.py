@@ -26,23 +26,29 @@ def cut(traced, lengths):
     return in_slices(traced.closed, traced.phases.of_eqn, batch, Slices(lengths))
 
 
-def run(closed, args):
-    """Return the results of a program; the compiler's optimisations take long, and change sums."""
+def compiled(closed, args):
+    """Return the program of leaves; the compiler's optimisations take long, and change sums."""
     leaves = jax.tree.leaves(args)
     function = jax.jit(
         lambda *values: jax.core.eval_jaxpr(open_jaxpr(closed), closed.consts, *values)
     )
     quickly: dict[str, Any] = {"xla_backend_optimization_level": 0}
-    compiled = function.lower(*leaves).compile(quickly)
-    return compiled(*leaves)
+    return function.lower(*leaves).compile(quickly)
 
 
-def check(step, args, lengths):
-    """Compare a step in slices with the step; return the program of the slices."""
+def run(closed, args):
+    """Return the results of a program."""
+    return compiled(closed, args)(*jax.tree.leaves(args))
+
+
+def check(step, args, lengths, *others):
+    """Compare a step in slices with the step, for `args` and `others`; return its program."""
     traced = program(step, args)
     sliced = cut(traced, lengths)
-    for one, two in zip(run(traced.closed, args), run(sliced.closed, args), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
+    whole, parts = (compiled(one.closed, args) for one in (traced, sliced))
+    for leaves in map(jax.tree.leaves, (args, *others)):
+        for one, two in zip(whole(*leaves), parts(*leaves), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
     return sliced
 
 

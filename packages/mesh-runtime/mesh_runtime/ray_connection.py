@@ -44,6 +44,9 @@ def connect(ray: Any, address: str | None, cpus: float, seconds: float) -> bool:
         # Ray runs workers at niceness 15, where another busy process leaves a step 5 % of a core.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{seconds:.0f}")
+        # Else Ray starts an idle worker for each core, of 0.36 CPU s each, none of which can be
+        # ours: those have an environment of their own.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     else:
         check_reachable(address)
     with _quiet_forks(), _own_sigterm(), _said(what):

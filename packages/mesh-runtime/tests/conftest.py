@@ -12,6 +12,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers, which none uses
 
 import jax
 import jax.numpy as jnp

@@ -56,6 +56,7 @@ def busy(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "30")
+    monkeypatch.delenv("RAY_prestart_worker_first_driver")  # conftest.py sets it
 
     def make(failures, seconds=31.0):
         made.append(BusyRay(clock, failures, seconds))
@@ -74,6 +75,11 @@ def test_a_busy_machine_is_given_the_time_of_start_timeout_and_nothing_is_left(b
     assert ray.calls == 3
     assert [process.wait(10) for process in ray.left] == [-signal.SIGKILL] * 2
     assert caplog.text.count("the machine is busy: ") == 2
+
+
+def test_no_workers_are_started_before_they_are_asked_for(busy):
+    assert ray_connection.connect(busy(failures=0, seconds=1.0), None, 1.0, seconds=300.0)
+    assert os.environ["RAY_prestart_worker_first_driver"] == "0"
 
 
 def test_a_machine_that_stays_busy_is_refused_with_what_to_do(busy):

@@ -60,9 +60,9 @@ TRANSFORMER = {"num_layers": 2, "hidden": 16, "num_heads": 2, "inner": 32, **SIZ
         transformer(
             "e", TransformerShape(**TRANSFORMER, num_experts=4, capacity=4, optimiser="adafactor")
         ),
-        llama(
-            "l",
-            LlamaShape(**TRANSFORMER, num_key_value_heads=1, num_experts=4, capacity=8),
+        pytest.param(
+            llama("l", LlamaShape(**TRANSFORMER, num_key_value_heads=1, num_experts=4, capacity=8)),
+            marks=pytest.mark.bulk,
         ),
         swin(
             "s",

@@ -17,7 +17,7 @@ from alpa_meta.planning.range_search import Prospect
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
-WIDTH, LAYERS, BATCH = 1024, 6, 512
+WIDTH, LAYERS, BATCH = 1024, 4, 512
 
 
 def _step(weights, batch):

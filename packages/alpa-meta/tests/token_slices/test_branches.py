@@ -86,25 +86,27 @@ def masked(*masks):
 CAUSAL_STEPS = {
     "attention or nothing": either(causal(-1e30), kept),
     "three mixers": either(running, causal(-jnp.inf), recurrent),
-    "local and global layers": alternating,
     "two layers with one mask": repeated,
+    "the mask alone": masked(CAUSAL, np.eye(len(CAUSAL), dtype=bool)),
     "local and global layers, recomputed": partial(alternating, around=jax.checkpoint),
-    "attention or nothing, recomputed": recomputed(either(causal(-1e30), kept)),
-    "recomputed attention or nothing": either(recomputed(causal(-1e30)), kept),
     "two recomputed mixers": either(recomputed(causal(-1e30)), kept, recomputed(recurrent)),
     "a mixer, recomputed, whose result is mixed": recomputed(
         lambda weights, x: causal(-1e30)(weights, either(kept, running)(weights, jnp.tanh(x)))
     ),
-    "the mask alone": masked(CAUSAL, np.eye(len(CAUSAL), dtype=bool)),
+    # parts that stand above, alone or together with others
+    "local and global layers": alternating,
+    "attention or nothing, recomputed": recomputed(either(causal(-1e30), kept)),
+    "recomputed attention or nothing": either(recomputed(causal(-1e30)), kept),
 }
 
 
+@pytest.mark.sample(mixed=7)
 @pytest.mark.parametrize("mixed", CAUSAL_STEPS.values(), ids=CAUSAL_STEPS)
 def test_whichever_branch_is_taken_slices_give_what_the_step_does(mixed):
     step, (weights, x) = step_of(mixed)
-    for first in (-1.0, 0.15, 1.0):  # of the three mixers each once
-        args = ({**weights, "w": weights["w"].at[0].set(first)}, x)
-        check(step, args, (5, 7) if first < 0 else (5, 1, 6))
+    firsts = (-1.0, 0.15, 1.0)  # of the three mixers each once
+    args, *others = (({**weights, "w": weights["w"].at[0].set(one)}, x) for one in firsts)
+    check(step, args, (5, 1, 6), *others)
 
 
 def test_each_slice_runs_a_conditional_of_its_own_once_forward_and_once_backward():

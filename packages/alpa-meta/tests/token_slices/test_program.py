@@ -43,26 +43,26 @@ def update(model) -> tuple[Any, Any]:
 MODELS = [
     Model(num_layers=2),
     Model("by hand", positions="rotary", longer=True),
-    Model("keys first", loss="flat"),
     Model("additive with alibi", loss="one-hot"),
     Model("window", loss="by place"),
-    Model("tril -1e30", merged=True),
-    Model("segments -1e30"),
     Model("documents -1e30", scan=True, remat=True),
     Model("first set", loss="last"),
     Model("grouped", dropout=True),
     Model("token shift", merged=True, scan=True, remat=True, num_layers=2),
+    Model("associative scan", scan=True, num_layers=2),
+    Model("recurrence", scan=True, remat=True, num_layers=2),
+    Model("padded convolution", scan=True, remat=True, num_layers=2),
+    Model("gate", scan=True, num_layers=2),
+    # parts that stand above, alone or together with others, and forms close to them
+    Model("keys first", loss="flat"),
+    Model("tril -1e30", merged=True),
+    Model("segments -1e30"),
     Model("shift back"),
     Model("learned bias"),
     Model("cumsum", remat=True),
-    Model("associative scan", scan=True, num_layers=2),
-    Model("recurrence", scan=True, remat=True, num_layers=2),
     Model("convolution", scan=True, remat=True, num_layers=2),
-    Model("padded convolution", scan=True, remat=True, num_layers=2),
-    Model("gate", scan=True, num_layers=2),
     Model("kernel", remat=True),
     Model("square bias"),
-    # parts that stand above, alone or together with others
     Model("scaled -1e9"),
     Model("gate"),
     Model("kernel"),
@@ -79,13 +79,13 @@ MODELS = [
 ]
 
 
-@pytest.mark.sample(model=20)
+@pytest.mark.sample(model=12)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
     check(*gradients(model), (5, 1, 6))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@settings(max_examples=2, deadline=None, derandomize=True, database=None)
 @given(
     model=st.sampled_from(
         [

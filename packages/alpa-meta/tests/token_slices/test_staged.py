@@ -157,7 +157,7 @@ RANDOM = [
 ]
 
 
-@pytest.mark.sample(seed=2)  # test_program has the models, test_own_operators stages of others
+@pytest.mark.sample(seed=1)  # test_program has the models, test_own_operators stages of others
 @pytest.mark.parametrize("seed", range(len(RANDOM)))
 def test_random_plans_of_slices_give_what_one_device_does_and_are_audited(seed):
     model, slices = RANDOM[seed]

@@ -85,7 +85,8 @@ def programs(draw, verbs):
         return getattr(at, verb)(updates, mode=mode)
 
     operand = jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
-    updates = jnp.asarray(RANDOM.normal(size=operand[index(labels * 0)].shape), jnp.float32)
+    read = jax.eval_shape(lambda operand, labels: operand[index(labels)], operand, labels)
+    updates = jnp.asarray(RANDOM.normal(size=read.shape), jnp.float32)
     places = sorted(kind for kind in kinds if isinstance(kind, int))
     return function, (operand, labels, updates), places, "labels" in kinds
 
