@@ -117,7 +117,7 @@ LAYERS = {
 # ------------------------------------------------------------ how the scan goes, what is read of it
 
 SCANS = (
-    "reverse", "unroll", "twice", "halves", "pairs", "keys_split", "carried_key", "cast",
+    "reverse", "unroll", "twice", "halves", "pairs", "keys_split", "carried_key",
     "index_carried", "scaled_before", "inner_checkpoint", "first_apart",
 )  # fmt: skip
 
