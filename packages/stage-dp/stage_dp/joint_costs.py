@@ -49,7 +49,7 @@ from stage_dp.schedules import ScheduleRule
 LEVELS = 12  # places told apart where memory binds; those before count as the last of them
 MAX_HELD = 24  # different numbers in flight whose bounds are computed; others are rounded down
 TOLERANCE = 1e-2  # of a stage's seconds, while pipelines are looked for; 3e-3 takes 1.4 x as long
-MAX_TRANSIENTS = 3  # limits on transient bytes tried for one stage
+MAX_TRANSIENTS = 3  # limits on transient bytes that fit, tried for one stage
 # Prices of bytes by which these are chosen, over that of the slowest row's seconds for all memory.
 PRICES = np.concatenate([[0.0], 2.0 ** np.arange(-6, 15)])
 
@@ -338,15 +338,18 @@ class CountCosts:
             return None
         limits, least = self._by_transients(mesh, classes, held, weight, num_delayed)
         best: tuple[float, tuple[int, ...]] | None = None
-        for n in np.argsort(least, kind="stable")[:MAX_TRANSIENTS]:
-            if math.isinf(least[n]) or (
-                best is not None and least[n] >= best[0] * (1 - self.tolerance)
-            ):
+        tried = 0
+        for n in np.argsort(least, kind="stable"):
+            enough = best is not None and least[n] >= best[0] * (1 - self.tolerance)
+            if math.isinf(least[n]) or enough or tried == MAX_TRANSIENTS:
                 break
             limit = float(limits[n])
             rows = self._layer_rows(mesh, classes, held, weight, limit, cuts, num_delayed)
             found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
-            if found is not None and (best is None or found[1] < best[0]):
+            if found is None:
+                continue
+            tried += 1
+            if best is None or found[1] < best[0]:
                 best = (found[1], found[0])
         return None if best is None else best[1]
 
