@@ -74,11 +74,38 @@ def nodes():
     cluster.shutdown()
 
 
-def test_workers_have_64_bit_types_where_this_process_does(nodes):
-    def halve(x, batch):
-        value, slope = jax.value_and_grad(lambda x: jnp.mean((x * batch) ** 2))(x)
-        return x - slope / 2, value
+def test_a_cluster_that_is_not_there_is_named():
+    program = alpa.parallelize(
+        step, cluster="host:2", num_stages=1, runtime=alpa.RayOptions(address="127.0.0.1:9")
+    )
+    with pytest.raises(alpa.PlanError, match="no Ray cluster answers at 127.0.0.1:9"):
+        program(make(jax.random.key(0)), batch(0))
 
+
+def halve(x, batch):
+    value, slope = jax.value_and_grad(lambda x: jnp.mean((x * batch) ** 2))(x)
+    return x - slope / 2, value
+
+
+def test_another_cluster_than_the_one_this_process_is_connected_to_is_refused(nodes):
+    import ray
+
+    connected = ray.get_runtime_context().gcs_address
+    host, _, port = connected.rpartition(":")
+
+    def run(address):
+        runtime = alpa.RayOptions(address=address, step_timeout=120.0)
+        far = alpa.parallelize(halve, cluster="host:1", num_stages=1, runtime=runtime)
+        far(jnp.ones(4), jnp.ones((8, 1)))
+
+    for other in ("127.0.0.1:9", f"{host}:{int(port) + 1}", f"192.0.2.254:{port}"):
+        with pytest.raises(alpa.PlanError, match=f"at {connected}, not to {other}"):
+            run(other)
+    run(connected)
+    run(f"localhost:{port}")
+
+
+def test_workers_have_64_bit_types_where_this_process_does(nodes):
     with jax.enable_x64(True):
         args = jnp.linspace(0.0, 1.0, 4), jnp.linspace(1.0, 2.0, 8)[:, None]
         near = alpa.parallelize(halve, cluster="host:1", num_stages=1)
@@ -87,14 +114,6 @@ def test_workers_have_64_bit_types_where_this_process_does(nodes):
         found = far.gather(far(*args))
         assert_equal(found, near(*args))
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float64)}
-
-
-def test_a_cluster_that_is_not_there_is_named():
-    program = alpa.parallelize(
-        step, cluster="host:2", num_stages=1, runtime=alpa.RayOptions(address="127.0.0.1:9")
-    )
-    with pytest.raises(alpa.PlanError, match="no Ray cluster answers at 127.0.0.1:9"):
-        program(make(jax.random.key(0)), batch(0))
 
 
 @pytest.mark.fault("batch of a wrong shape or dtype", "refused before the step; the state is kept")

@@ -30,6 +30,7 @@ def connect(ray: Any, address: str | None, cpus: float, seconds: float) -> bool:
     here. Without an address it is that of RAY_ADDRESS, else a new one with `cpus`, which may take
     `seconds` to start."""
     if ray.is_initialized():
+        _check_connected(ray.get_runtime_context().gcs_address, address)
         return False
     settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     settings["logging_level"] = logging.ERROR
@@ -55,6 +56,23 @@ def connect(ray: Any, address: str | None, cpus: float, seconds: float) -> bool:
         else:
             _init(ray, address, settings)
     return True
+
+
+def _check_connected(to: str, address: str | None) -> None:
+    """Refuse an address "host:port" that is not of the cluster this process is connected `to`."""
+    if address in (None, "auto", "local") or "://" in address:
+        return
+    (own, _, own_port), (host, _, port) = to.rpartition(":"), address.rpartition(":")
+    with contextlib.suppress(OSError, UnicodeError):  # a name that means nothing is no cluster
+        named = {found[4][0] for found in socket.getaddrinfo(host.strip("[]"), int(port))}
+        own_names = {found[4][0] for found in socket.getaddrinfo(own.strip("[]"), int(own_port))}
+        here = named <= {"127.0.0.1", "::1"}
+        if own_port == port and (here or named & own_names):
+            return
+    raise WorkerError(
+        f"this process is connected to the Ray cluster at {to}, not to {address}; call "
+        "ray.shutdown() first, or leave the address out"
+    )
 
 
 def _init(ray: Any, address: str, settings: dict[str, Any]) -> None:
