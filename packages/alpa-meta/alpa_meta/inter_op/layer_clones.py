@@ -66,7 +66,7 @@ class LayerClones:
         self._cotangent = self._last_cotangent(layering)
         self._barriers = 0 if barrier else 2
         self._made_at = layering.made_at
-        self._place = {id(self._eqns[k]): k for k in self._backward}
+        self._place = {self._eqns[k]: k for k in self._backward}
         self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
         self.clones: dict[int, JaxprEqn] = {}  # made so far, by the position of the first run
@@ -115,7 +115,7 @@ class LayerClones:
         """Return the barrier of the first clones. The last layer, which no other gives a cotangent,
         has another in front of its first products: it waits for what the loss and the head of a
         model, which are part of that layer, have come to by then."""
-        place = self._place[id(eqn)]
+        place = self._place[eqn]
         if self._cotangent is not None:
             self._barriers = 2
             return self._barrier(place)
