@@ -50,7 +50,9 @@ LEVELS = 12  # places told apart where memory binds; those before count as the l
 MAX_HELD = 24  # different numbers in flight whose bounds are computed; others are rounded down
 TOLERANCE = 1e-2  # of a stage's seconds, while pipelines are looked for; 3e-3 takes 1.4 x as long
 MAX_TRANSIENTS = 3  # limits on transient bytes that fit, tried for one stage
-# Prices of bytes by which these are chosen, over that of the slowest row's seconds for all memory.
+# Prices of bytes by which these are chosen, over that of the slowest row's seconds for all memory:
+# two rows tie at one that grows as their bytes differ less, up to 2^14 where that is 6e-5 of the
+# memory. Coarser prices only order the limits less well.
 PRICES = np.concatenate([[0.0], 2.0 ** np.arange(-6, 15)])
 
 

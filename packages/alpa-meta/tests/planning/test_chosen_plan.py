@@ -78,3 +78,13 @@ def test_a_stage_with_fewer_microbatches_in_flight_keeps_more_than_an_equal_one_
     # The same layers: the second has the room for what the first cannot keep.
     assert other.backward_seconds < 0.95 * one.backward_seconds
     assert plan.stage_plan.peak_bytes[1] < plan.stage_plan.peak_bytes[2] < 440e6
+
+
+@pytest.mark.parametrize(("memory", "count"), [(384e6, 16), (1095e6, 4)])
+def test_one_stage_that_just_fits_is_found_though_the_menu_says_that_it_does_not(memory, count):
+    weights = [jax.ShapeDtypeStruct((1024, 2048), jnp.float32)] * 8
+    batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
+    options = Options(memory=memory, cache=False)
+    plan = parallelize(_step, cluster="p3.16xlarge:1", options=options).plan_for(weights, batch)
+    assert plan.num_microbatches == count
+    assert 0.97 * memory < plan.stage_plan.peak_bytes[0] <= memory
