@@ -21,6 +21,7 @@ it is given it before the step. -> _held_inputs()
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,7 +129,7 @@ def emit(
     num_stages = 1 + max((task.stage for task in staged), default=0)
     named = [task.mesh + 1 for task in graph.tasks] + [mesh + 1 for mesh in graph.home]
     num_meshes = max([least_meshes, *named])
-    runs = _sequence(graph, schedule_name, num_stages, num_microbatches, warmups)
+    runs = _sequence(graph, schedule_name, num_stages, num_meshes, num_microbatches, warmups)
     held = _held_inputs(graph, num_microbatches, runs)
     wanted = _buffers_of(graph.outputs, graph, num_microbatches)
     transfers = _transfers(runs, held, set(wanted))
@@ -158,6 +159,7 @@ def _sequence(
     graph: TaskGraph,
     schedule_name: str,
     num_stages: int,
+    num_meshes: int,
     num_microbatches: int,
     warmups: Sequence[int] | None,
 ) -> list[_Run]:
@@ -181,10 +183,12 @@ def _sequence(
                 f"{backward[:8]}; leave them out or take another schedule"
             )
     if by_step:
-        num_meshes = None
-        if rule is not None and rule.interleaves:
-            num_meshes = len(set(mesh_of.values()))
-            if any(mesh_of.get(s) != mesh_of[s % num_meshes] for s in range(num_stages)):
+        interleaves = rule is not None and rule.interleaves
+        if interleaves:
+            # Stages may have nothing to run, as where layers read constants only.
+            num_stages = math.ceil(num_stages / num_meshes) * num_meshes
+            homes: dict[int, int] = {}
+            if any(homes.setdefault(s % num_meshes, m) != m for s, m in mesh_of.items()):
                 raise ValueError(
                     f"{schedule_name} needs stage s on the mesh of stage s mod {num_meshes}, "
                     f"got meshes {[mesh_of.get(s) for s in range(num_stages)]}"
@@ -193,7 +197,7 @@ def _sequence(
             schedule_name,
             num_stages,
             num_microbatches,
-            num_meshes=num_meshes,
+            num_meshes=num_meshes if interleaves else None,
             warmups=warmups,
             num_slices=1 + max(place for _, _, place in by_step),
         )

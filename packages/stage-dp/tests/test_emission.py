@@ -289,6 +289,28 @@ def test_a_forward_only_schedule_holds_one_microbatch_and_refuses_backwards():
         emit(training_graph(2, lambda s: s), "forward-only", 3)
 
 
+@pytest.mark.parametrize("empty", [0, 3])
+def test_an_interleaved_stage_may_have_nothing_to_run(empty):
+    """The planner gives stages to meshes before it knows which of their equations are left."""
+    full = training_graph(4, lambda s: s % 2)
+    left = [task for task in full.tasks if task.stage != empty]
+    made = {value for task in left for value in task.outputs} | set(full.inputs)
+    lacking = {value: task.mesh for task in left for value in task.inputs if value not in made}
+    graph = TaskGraph(
+        tasks=tuple(left),
+        per_step=full.per_step,
+        inputs=(*full.inputs, *lacking),
+        home=(*full.home, *lacking.values()),
+        outputs=tuple(value for value in full.outputs if value in made),
+    )
+    schedule = emit(graph, "interleaved-1f1b", 4)
+    interpret(graph, schedule, 4)
+    assert [sum(i.kind == "run" for i in p) for p in schedule.programs] == [
+        sum(4 if task.phase in ("forward", "backward") else 1 for task in left if task.mesh == mesh)
+        for mesh in range(2)
+    ]
+
+
 def test_a_delayed_backward_by_weight_comes_after_the_next_forward():
     graph = training_graph(2, lambda s: s, split=True)
     program = emit(graph, "zero-bubble-h1", 3).programs[1]

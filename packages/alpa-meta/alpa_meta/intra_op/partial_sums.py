@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 def may_stay_partial(stage: StageEqns) -> frozenset[Var]:
     """Return the values that may remain unreduced sums until the update.
 
-    Accumulated gradients, and values that reach them through linear operators only.
+    Accumulated gradients, and values that reach them through linear operators only. What other
+    stages read is sent complete.
     """
     if stage.num_microbatches == 1:
         return frozenset()
     before_update = [
         eqn for eqn, phase in zip(stage.eqns, stage.phases, strict=True) if phase != "update"
     ]
-    return _reaching(before_update, stage.accumulated - stage.joined, stage.joined)
+    read = stage.joined | stage.sent
+    return _reaching(before_update, stage.accumulated - stage.joined, read)
 
 
 def may_leave_partial(jaxpr: Jaxpr, leaving: Collection[int]) -> frozenset[Var]:

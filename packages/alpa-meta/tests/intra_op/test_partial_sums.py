@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attrs import evolve
 
 from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import Var, open_jaxpr
@@ -56,6 +57,14 @@ def test_sums_stay_partial_through_linear_operators_only():
     allowed = may_stay_partial(found)
     assert gradient in allowed
     assert before_the_square not in allowed
+
+
+def test_sums_that_another_stage_reads_are_sent_complete():
+    jaxpr, found = stage(4)
+    gradient = next(e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    allowed = may_stay_partial(evolve(found, sent=frozenset({gradient})))
+    assert gradient not in allowed
+    assert jaxpr.outvars[0] in allowed
 
 
 def test_sums_leave_a_body_through_outputs_that_nothing_in_it_reads():
