@@ -219,7 +219,8 @@ class Interleaving:
 
 
 def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
-    """Return the best pipeline met that takes less than `limit` seconds."""
+    """Return the best pipeline met that takes less than `limit` seconds; to begin with it may take
+    `NEAR` times as long."""
     waiting = [
         (estimate, False, combination, chunks, at)
         for at, item in enumerate(some)
@@ -229,8 +230,8 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
     needed = math.isinf(limit)  # there is no other pipeline
     tries: list[tuple[int, int, int]] = []
     found: list[tuple[float, int, Scored]] = []
-    left = WORK
-    while waiting and waiting[0][0] < limit and (left >= 0 or (needed and not found)):
+    left, near = WORK, NEAR * limit
+    while waiting and waiting[0][0] < near and (left >= 0 or (needed and not found)):
         estimate, fine, combination, chunks, at = heapq.heappop(waiting)
         if not fine:
             estimate = some[at].estimate(combination, chunks, limit)
@@ -241,12 +242,12 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
         cost = some[at].work(combination, chunks)
         for cuts in some[at].starts(combination, chunks):
             left -= cost
-            start = some[at].scored(combination, chunks, limit, cuts)
+            start = some[at].scored(combination, chunks, near, cuts)
             if start is not None:
                 found.append((start.step_seconds, number, start))
             elif left < WORK / 2:
                 break
-        limit = min([limit, *(NEAR * seconds for seconds, _, _ in found)])
+        near = min([near, *(NEAR * seconds for seconds, _, _ in found)])
     found.sort(key=lambda one: one[:2])
     for at, (_, number, scored) in enumerate(found):
         combination, chunks, own = tries[number]
@@ -259,11 +260,11 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
                 left -= some[own].work(combination, chunks)
                 if left < 0:
                     break
-                limit = (improved or scored).step_seconds
-                improved = some[own].scored(combination, chunks, limit, cuts) or improved
+                least = (improved or scored).step_seconds
+                improved = some[own].scored(combination, chunks, least, cuts) or improved
     best: Scored | None = None
     for seconds, number, scored in sorted(found, key=lambda one: one[:2]):
-        if best is not None and seconds >= best.step_seconds:
+        if seconds >= (limit if best is None else best.step_seconds):
             break
         # Two short runs may take a little less each microbatch than all of them.
         exact = some[tries[number][-1]].chains.exact(scored)

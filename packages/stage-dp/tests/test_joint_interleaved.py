@@ -186,6 +186,27 @@ def test_floors_that_counts_share_stay_below_all_interleaved_pipelines(seed):
     assert plan.lower_bound * (1 - 1e-9) <= crossed.lower_bound <= best * (1 + 1e-9)
 
 
+def long_problem(seed):
+    """Return a problem of some twenty layers, whose cuts are moved to and fro."""
+    rng, few = np.random.default_rng(seed), random_problem(seed)
+    layers, classes = int(rng.integers(14, 26)), len(few.menu.meshes[0].rows)
+    class_of_layer = tuple(int(c) for c in rng.integers(classes, size=layers))
+    group = DeviceGroup(num_hosts=2, devices_per_host=2, memory=rng.uniform(20, 60))
+    menu = evolve(few.menu, class_of_layer=class_of_layer)
+    return evolve(few, menu=menu, counts=(8,), device_groups=(group,), proof=False)
+
+
+@pytest.mark.parametrize("seed", [3, 31, 36])
+def test_a_known_pipeline_hides_none_that_moved_cuts_lead_to(seed):
+    problem = long_problem(seed)
+    (group,) = problem.device_groups
+    more = evolve(problem, device_groups=(evolve(group, memory=1.04 * group.memory),))
+    known = solve_joint(problem)
+    found = solve_joint(more)
+    assert found.step_seconds < known.step_seconds
+    assert solve_joint(more, known).step_seconds == pytest.approx(found.step_seconds, rel=1e-12)
+
+
 def loosest(rows):
     """Return a floor of all rows with half of their seconds."""
 
