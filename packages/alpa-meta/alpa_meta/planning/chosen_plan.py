@@ -90,6 +90,14 @@ class Planned:
         return load(self.menu, KeptMenu) if isinstance(self.menu, Path) else self.menu
 
 
+@frozen
+class Lacking:
+    """The bytes that a stage lacks of its limit, and how many more than its rows say it takes."""
+
+    bytes: float
+    unpredicted: float
+
+
 def stage_selection(
     program: Program,
     staging: Staging,
@@ -123,7 +131,7 @@ def finish(
     model: CostModel,
     options: Options,
     choose: Choose,
-) -> Planned | float:
+) -> Planned | Lacking:
     """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
 
     `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
@@ -173,7 +181,8 @@ def finish(
         if found is None or (in_flight < of_more and _slower(found[0], placed)):
             solution = choose(placed.candidate, selection, limit)
             if solution.choice is None:
-                return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+                least = max(solution.smallest_memory or limit * 1.1, limit + 1.0)
+                return Lacking(least - limit, least - min(stage_plan.peak_bytes[stage], limit))
             solved[key] = solution, in_flight
             found = finished(solution)
         made, sharding = found

@@ -316,8 +316,9 @@ def _from_menu(
 def _finish_menu(
     search: MenuSearch, num_layers: int, step: Step, model: CostModel, options: Options
 ) -> Planned:
-    """Return the plan of a search with its stages solved, searched again with less memory where
-    they turn out not to fit."""
+    """Return the plan of a search with its stages solved, searched again where they turn out not to
+    fit: with less memory, by as much as the rows say too little, so that the same stages do not fit
+    by them either."""
 
     def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
         return solve_within(selection, options, memory)
@@ -337,9 +338,9 @@ def _finish_menu(
         planned = finish(plan, *found, bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
-        missing = planned
+        missing = planned.bytes
         try:
-            search = search.within_less(missing)
+            search = search.within_less(planned.unpredicted)
         except stage_dp.InfeasibleError:
             break
     raise InfeasibleError("no pipeline fits the memory", missing, None)
