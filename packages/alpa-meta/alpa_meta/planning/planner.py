@@ -38,6 +38,7 @@ from alpa_meta.planning.chosen_plan import (
     stage_selection,
 )
 from alpa_meta.planning.collection_pause import collections_paused
+from alpa_meta.planning.counted_passes import counted_passes
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
@@ -318,7 +319,7 @@ def _finish_menu(
 ) -> Planned:
     """Return the plan of a search with its stages solved, searched again where they turn out not to
     fit: with less memory, by as much as the rows say too little, so that the same stages do not fit
-    by them either."""
+    by them either. Where they take longer than rows say, they are solved for the step too."""
 
     def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
         return solve_within(selection, options, memory)
@@ -335,8 +336,14 @@ def _finish_menu(
         )
         # One stage is one program, quicker than the two that the menu's layers are of.
         bound = search.bound if len(plan.stages) > 1 else 0.0
-        planned = finish(plan, *found, bound, step, model, options, choose)
+        finished = functools.partial(finish, plan, *found, bound, step, model, options, choose)
+        planned = finished()
         if isinstance(planned, Planned):
+            several = len(plan.stages) > 1 and plan.num_microbatches > 1
+            if several and planned.plan.step_seconds > plan.step_seconds:
+                weighed = finished(passes=counted_passes(plan))
+                if isinstance(weighed, Planned):
+                    return min(planned, weighed, key=_step_seconds)
             return planned
         missing = planned.bytes
         try:
