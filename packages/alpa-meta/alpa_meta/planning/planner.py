@@ -31,6 +31,7 @@ from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
 from alpa_meta.planning.chosen_plan import (
+    MENU_ERROR,
     Planned,
     chosen_stages,
     finish,
@@ -340,7 +341,7 @@ def _finish_menu(
         planned = finished()
         if isinstance(planned, Planned):
             several = len(plan.stages) > 1 and plan.num_microbatches > 1
-            if several and planned.plan.step_seconds > plan.step_seconds:
+            if several and planned.plan.step_seconds > plan.step_seconds * (1 + MENU_ERROR):
                 weighed = finished(passes=counted_passes(plan))
                 if isinstance(weighed, Planned):
                     return min(planned, weighed, key=_step_seconds)
