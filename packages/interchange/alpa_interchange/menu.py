@@ -232,7 +232,7 @@ class JointProblem:
     boundary: Boundary = no_boundary
     boundary_floor: BoundaryFloor = no_boundary_floor  # of boundaries, beside floors of the menu
     floors_at: FloorsAt | None = None  # beside the floors of the menu, where it has any
-    # Microbatch counts to try, divisors of batch_size. None: all divisors 2^k and batch / 2^k.
+    # Microbatch counts to try, divisors of batch_size. None: all of them.
     counts: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = (
         "1f1b",

@@ -68,9 +68,8 @@ LABELS = 40_000  # labels of the enumeration per microbatch count
 
 
 def microbatch_counts(batch_size: int) -> tuple[int, ...]:
-    """Return the divisors of `batch_size` that are powers of two, and it divided by them."""
-    powers = [1 << k for k in range(batch_size.bit_length()) if batch_size % (1 << k) == 0]
-    return tuple(sorted({*powers, *(batch_size // p for p in powers)}))
+    """Return the numbers of equal microbatches that `batch_size` examples can be cut into."""
+    return tuple(count for count in range(1, batch_size + 1) if batch_size % count == 0)
 
 
 def solve_joint(

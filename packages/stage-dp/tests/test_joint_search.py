@@ -136,6 +136,19 @@ def test_a_larger_space_never_gives_a_slower_plan(seed):
     assert solve_joint(large).step_seconds <= least.step_seconds * (1 + 1e-9)
 
 
+def test_every_number_of_microbatches_is_tried():
+    """On three hosts, one layer each, n of nine examples' microbatches take (n + 2) times twice
+    (1 + 9 / n) seconds: 40 with 3 microbatches, 44 with 9 and 60 with one."""
+    problem = equal_layers(3, {1: (3.0, 0.0)}, num_hosts=3)
+    (mesh,) = problem.menu.meshes
+    pass_seconds = Affine(1.0, 1.0)
+    ((row,),) = mesh.rows
+    row = evolve(row, forward=pass_seconds, backward_input=pass_seconds, backward_weight=Affine())
+    menu = evolve(problem.menu, meshes=(evolve(mesh, rows=((row,),)),))
+    plan = solve_joint(evolve(problem, menu=menu, batch_size=9, counts=None))
+    assert (plan.num_microbatches, plan.step_seconds) == (3, 40.0)
+
+
 def test_a_deadline_ends_the_search_with_a_plan_and_a_bound():
     problem = random_problem(1, schedules=SCHEDULES, num_stages=None)
     best = solve_joint(problem)

@@ -38,6 +38,7 @@ from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
+from alpa_meta.planning.counted_passes import solved_for
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_identity import problem_hash
 from alpa_meta.planning.plan_summary import (
@@ -90,6 +91,14 @@ class Planned:
         return load(self.menu, KeptMenu) if isinstance(self.menu, Path) else self.menu
 
 
+@frozen
+class Lacking:
+    """The bytes that a stage lacks of its limit, and how many more than its rows say it takes."""
+
+    bytes: float
+    unpredicted: float
+
+
 def stage_selection(
     program: Program,
     staging: Staging,
@@ -123,10 +132,12 @@ def finish(
     model: CostModel,
     options: Options,
     choose: Choose,
-) -> Planned | float:
+    passes: Sequence[int] = (),
+) -> Planned | Lacking:
     """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
 
-    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
+    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`);
+    `passes` says how often the passes of each stage count there (`counted_passes`).
     Raises stage_dp.BoundError if the plan is faster than `bound`, which holds for all plans.
     """
     cluster = model.cluster
@@ -154,7 +165,8 @@ def finish(
         )
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         limit = _limit(stage_plan, stage, memory_limit, peaks)
-        key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))
+        counted = passes[stage] if passes else None
+        key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit, counted))
         finished = functools.partial(
             finished_stage,
             program,
@@ -171,9 +183,14 @@ def finish(
         if solution is not None and still_fits(selection, solution, limit):
             found = finished(solution)
         if found is None or (in_flight < of_more and _slower(found[0], placed)):
-            solution = choose(placed.candidate, selection, limit)
+            chosen = functools.partial(choose, placed.candidate)
+            if counted is None:
+                solution = chosen(selection, limit)
+            else:
+                solution = solved_for(selection, counted, limit, chosen)
             if solution.choice is None:
-                return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+                least = max(solution.smallest_memory or limit * 1.1, limit + 1.0)
+                return Lacking(least - limit, least - min(stage_plan.peak_bytes[stage], limit))
             solved[key] = solution, in_flight
             found = finished(solution)
         made, sharding = found

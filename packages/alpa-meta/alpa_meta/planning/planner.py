@@ -31,6 +31,7 @@ from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
 from alpa_meta.planning.chosen_plan import (
+    MENU_ERROR,
     Planned,
     chosen_stages,
     finish,
@@ -38,6 +39,7 @@ from alpa_meta.planning.chosen_plan import (
     stage_selection,
 )
 from alpa_meta.planning.collection_pause import collections_paused
+from alpa_meta.planning.counted_passes import counted_passes
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
@@ -316,8 +318,9 @@ def _from_menu(
 def _finish_menu(
     search: MenuSearch, num_layers: int, step: Step, model: CostModel, options: Options
 ) -> Planned:
-    """Return the plan of a search with its stages solved, searched again with less memory where
-    they turn out not to fit."""
+    """Return the plan of a search with its stages solved, searched again where they turn out not to
+    fit: with less memory, by as much as the rows say too little, so that the same stages do not fit
+    by them either. Where they take longer than rows say, they are solved for the step too."""
 
     def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
         return solve_within(selection, options, memory)
@@ -334,12 +337,18 @@ def _finish_menu(
         )
         # One stage is one program, quicker than the two that the menu's layers are of.
         bound = search.bound if len(plan.stages) > 1 else 0.0
-        planned = finish(plan, *found, bound, step, model, options, choose)
+        finished = functools.partial(finish, plan, *found, bound, step, model, options, choose)
+        planned = finished()
         if isinstance(planned, Planned):
+            several = len(plan.stages) > 1 and plan.num_microbatches > 1
+            if several and planned.plan.step_seconds > plan.step_seconds * (1 + MENU_ERROR):
+                weighed = finished(passes=counted_passes(plan))
+                if isinstance(weighed, Planned):
+                    return min(planned, weighed, key=_step_seconds)
             return planned
-        missing = planned
+        missing = planned.bytes
         try:
-            search = search.within_less(missing)
+            search = search.within_less(planned.unpredicted)
         except stage_dp.InfeasibleError:
             break
     raise InfeasibleError("no pipeline fits the memory", missing, None)

@@ -301,7 +301,7 @@ def _finish_best(
         planned = finish(plan, outlook, layering, bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
-        missing.append(_Missing(planned))
+        missing.append(_Missing(planned.bytes))
         rest = _without(search.problem, plan)
         if rest is not None:
             try:

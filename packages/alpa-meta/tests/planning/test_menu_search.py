@@ -11,6 +11,8 @@ from alpa_meta import corpus
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
+from alpa_meta.planning import planner
+from alpa_meta.planning.chosen_plan import Lacking, finish
 from alpa_meta.planning.menu_search import search_menu, sized_programs
 from alpa_meta.planning.planner import _just_fitting, make_plan
 from alpa_meta.planning.range_search import Prospect
@@ -137,6 +139,31 @@ def test_the_menu_knows_what_one_program_on_all_devices_holds():
     found = search.stage_plan().peak_bytes
     (exact,) = (sharding.peak_bytes for sharding in make_plan(step, two, options).plan.shardings)
     assert exact <= max(found) <= 1.05 * exact
+
+
+def test_stages_are_solved_for_what_the_step_takes():
+    """With room, the first stage has shorter forward passes, which the second does not wait for,
+    and a longer update, which ends the step: as much work, but a step of 3.94 ms, not 3.76."""
+    told = {"num_stages": 2, "num_microbatches": 8}
+    roomy = _plan(**told)
+    assert roomy.step_seconds <= _plan(memory=4e7, **told).step_seconds * 1.001
+
+
+def test_stages_that_take_more_than_their_rows_say_are_not_chosen_again(monkeypatch):
+    told = {"num_stages": 2, "num_microbatches": 8, "offload": "none"}
+    memory = 1.5 * max(_plan(**told).stage_plan.peak_bytes)
+    tried = []
+
+    def lacking_a_byte_at_first(plan, *others):
+        tried.append(plan.stages)
+        if plan.stages == tried[0]:
+            return Lacking(1.0, memory + 1.0 - max(plan.peak_bytes))
+        return finish(plan, *others)
+
+    monkeypatch.setattr(planner, "finish", lacking_a_byte_at_first)
+    found = _plan(memory=memory, **told)
+    assert len(tried) == 2
+    assert max(found.stage_plan.peak_bytes) <= memory
 
 
 def test_one_stage_that_recomputes_is_held_against_one_that_does_not():
