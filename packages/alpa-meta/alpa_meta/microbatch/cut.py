@@ -5,9 +5,10 @@ microbatch holds, as in `sum(loss * mask) / sum(mask)`, it is given what it lack
 
     statistic   what depends on no parameter (counts, weights, places of the data) is computed once
                 per step on the whole batch, before the microbatches
-    total       a sum that depends on parameters (the share of tokens that each expert got) is added
-                up over the microbatches by a forward pass of its own, before the others, and read
-                whole: gradients are linear in what reads it, so they add up
+    total       a sum that depends on parameters (the share of tokens that each expert got, the
+                gradient of an earlier loss) is added up over the microbatches by a forward pass of
+                its own, before the others, and read whole: gradients are linear in what reads it,
+                so they add up
     number      which microbatch it is: random bits and counted places are those of its own examples
 
 What no gradient depends on is moved into the update instead (`gathering`). What is left, such as

@@ -10,6 +10,11 @@ data flow, so that it holds whatever the order of equations:
               or feeds such work or, without any gradient, later work on them
     update    everything else: runs once per step, on accumulated gradients
 
+Where a loss reads what a gradient of an earlier one has moved (an actor after its critic, a
+generator after its discriminator, the moved parameters of SAM), the earlier loss, its backward pass
+and its update are of the forward pass: microbatches add that gradient up before the others, as
+any sum that they read whole.
+
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
 gradients depend on is forward or backward.
 """
@@ -89,8 +94,10 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
     producer: dict[Atom, int] = {
         var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
     }
-    gradients = set(marked) if marked else tagged
     examples = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
+    earlier = _of_earlier_losses(eqns, producer, placements, tagged, examples)
+    marked, tagged = [k for k in marked if k not in earlier], tagged - earlier
+    gradients = set(marked) if marked else tagged
     after = _descendants(eqns, producer, gradients)
     ancestors = _ancestors(eqns, producer, gradients | examples - after)
     ancestors |= _ancestors(eqns, producer, examples & after) - after
@@ -105,6 +112,26 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
         else:
             phases.append("update")
     return Phases(tuple(phases), "marker" if marked else "name stack")
+
+
+def _of_earlier_losses(
+    eqns: Sequence[JaxprEqn],
+    producer: Mapping[Atom, int],
+    placements: Mapping[Var, Placement],
+    tagged: set[int],
+    examples: set[int],
+) -> set[int]:
+    """Return the equations that gradients summed over the examples take part in, if the forward
+    pass of a later loss reads what they move.
+    """
+    sums = {
+        k
+        for k in tagged & examples
+        if any(not is_drop(var) and var not in placements for var in eqns[k].outvars)
+    }
+    later = (_descendants(eqns, producer, sums) & _ancestors(eqns, producer, tagged)) - tagged
+    later = {k for k in later if k in examples or _OUTERMOST.search(name_stack(eqns[k]))}
+    return _ancestors(eqns, producer, later)
 
 
 def _per_example(eqn: JaxprEqn, placements: Mapping[Var, Placement]) -> bool:

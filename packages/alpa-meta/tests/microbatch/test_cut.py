@@ -13,6 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+import alpa_meta as alpa
 from alpa_meta.compat import Literal, bind, shape_of
 from alpa_meta.microbatch.placement import REPLICATED
 from alpa_meta.step.program import Step
@@ -36,6 +37,10 @@ def model(w, x):
 def entropy(w, batch):
     logits = jax.nn.log_softmax(model(w, batch["x"]))
     return -jnp.take_along_axis(logits, batch["y"][..., None], -1)[..., 0]
+
+
+def entropy_mean(w, batch):
+    return entropy(w, batch).mean()
 
 
 def masked(w, batch):
@@ -269,6 +274,57 @@ def test_microbatches_compute_what_the_whole_batch_does(loss, count):
             found,
             expected,
         )
+
+
+def sharpness_aware(w, batch):
+    first = jax.grad(entropy_mean)(w, batch)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in first.values()))
+    return step_of(entropy_mean)(jax.tree.map(lambda p, g: p + 0.1 * g / norm, w, first), batch)
+
+
+def actor_after_critic(w, batch):
+    def error(b):
+        return jnp.mean((batch["x"] @ w["a"] @ b - batch["x"]) ** 2)
+
+    critic = w["b"] - 0.1 * jnp.tanh(jax.grad(error)(w["b"]))
+    loss, gradient = jax.value_and_grad(lambda a: jnp.mean(jnp.sin(batch["x"] @ a @ critic)))(
+        w["a"]
+    )
+    return {"a": w["a"] - 0.1 * gradient, "b": critic}, loss
+
+
+def generator_after_discriminator(w, batch):
+    noise = jax.random.normal(jax.random.key(0), batch["x"].shape[:1] + (6,))
+
+    def difference(b, a):
+        return jnp.mean(jax.nn.softplus(noise @ a @ b)) - jnp.mean(
+            jnp.tanh(batch["x"] @ w["a"] @ b)
+        )
+
+    against = w["b"] - 0.1 * jnp.tanh(jax.grad(difference)(w["b"], w["a"]))
+    loss, gradient = alpa.value_and_grad(lambda a: jnp.mean(jnp.tanh(noise @ a @ against)))(w["a"])
+    return {"a": w["a"] - 0.1 * gradient, "b": against}, loss
+
+
+@pytest.mark.parametrize(
+    "step", [sharpness_aware, actor_after_critic, generator_after_discriminator]
+)
+def test_a_loss_reads_what_the_gradient_of_an_earlier_one_has_moved(step):
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    found = jax.jit(functools.partial(in_microbatches, step, 4))(WEIGHTS, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_a_third_loss_after_two_updates_is_refused_with_the_line():
+    def twice(w, batch):
+        moved, _ = sharpness_aware(w, batch)
+        return sharpness_aware(moved, batch)
+
+    (reason,) = Step(twice, (WEIGHTS, BATCH)).program(2).inexact
+    assert "depends on parameters and, in turn, on such a sum" in reason
+    assert "test_cut.py" in reason
 
 
 def normalised_over_the_batch(w, batch):
