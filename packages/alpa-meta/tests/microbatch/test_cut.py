@@ -327,6 +327,52 @@ def test_a_third_loss_after_two_updates_is_refused_with_the_line():
     assert "test_cut.py" in reason
 
 
+def searched(w, batch):
+    """The longest of some steps that does not raise the loss."""
+    value, gradients = jax.value_and_grad(entropy_mean)(w, batch)
+    gradients = jax.tree.map(jnp.tanh, gradients)
+
+    def moved(length):
+        return jax.tree.map(lambda p, g: p - length * g, w, gradients)
+
+    length = jax.lax.while_loop(
+        lambda length: entropy_mean(moved(length), batch) > value, lambda length: length / 2, 64.0
+    )
+    return moved(length), value
+
+
+def weighed_by_clipped_norms(w, batch):
+    """Gradients of each example, which the median of their norms clips."""
+    each = jax.vmap(jax.grad(lambda w, x: jnp.mean(model(w, x) ** 2)), in_axes=(None, 0))
+    gradients = each(w, batch["x"])
+    norms = jnp.sqrt(sum(jnp.sum(g**2, axis=(1, 2)) for g in jax.tree.leaves(gradients)))
+    share = jnp.minimum(1.0, jnp.median(norms) / norms)[:, None, None]
+    return jax.tree.map(lambda p, g: p - 0.1 * (share * g).mean(0), w, gradients), norms.max()
+
+
+@pytest.mark.parametrize("step", [searched, weighed_by_clipped_norms])
+def test_an_update_is_given_the_whole_of_the_examples_that_it_works_on(step):
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    found = jax.jit(functools.partial(in_microbatches, step, 4))(WEIGHTS, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_an_update_that_works_on_random_keys_of_the_examples_is_refused_with_the_line():
+    def step(w, batch):
+        gradient = jax.grad(lambda w: (batch["x"] @ w).mean())(w)
+        number = jnp.sum(jnp.tanh(gradient) > 0)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch["keys"], number)
+        noise = jax.vmap(lambda key: jax.random.normal(key, w.shape))(keys)
+        return w - gradient * noise.mean(0)
+
+    batch = {"x": BATCH["x"], "keys": jax.random.split(jax.random.key(0), 8)}
+    (reason,) = Step(step, (WEIGHTS["a"], batch), batch_argnums=(1,)).program(2).inexact
+    assert "test_cut.py" in reason
+    assert "works on the examples of the batch after the update" in reason
+
+
 def normalised_over_the_batch(w, batch):
     hidden = batch["x"] @ w["a"]
     hidden = (hidden - hidden.mean((0, 1))) / jnp.sqrt(hidden.var((0, 1)) + 1e-5)
