@@ -350,7 +350,24 @@ def weighed_by_clipped_norms(w, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * (share * g).mean(0), w, gradients), norms.max()
 
 
-@pytest.mark.parametrize("step", [searched, weighed_by_clipped_norms])
+def actor_after_critic_every_second_step(w, batch):
+    """TD3: a condition that holds the whole of the actor's loss, gradient and update."""
+
+    def error(b):
+        return jnp.mean((batch["x"] @ w["a"] @ b - batch["x"]) ** 2)
+
+    value, gradient = jax.value_and_grad(error)(w["b"])
+    critic = w["b"] - 0.1 * jnp.tanh(gradient)
+
+    def updated():
+        return w["a"] - jax.grad(lambda a: jnp.mean(jnp.sin(batch["x"] @ a @ critic)))(w["a"])
+
+    return {"a": jax.lax.cond(w["b"][0, 0] > -9, updated, lambda: w["a"]), "b": critic}, value
+
+
+@pytest.mark.parametrize(
+    "step", [searched, weighed_by_clipped_norms, actor_after_critic_every_second_step]
+)
 def test_an_update_is_given_the_whole_of_the_examples_that_it_works_on(step):
     expected = jax.jit(step)(WEIGHTS, BATCH)
     found = jax.jit(functools.partial(in_microbatches, step, 4))(WEIGHTS, BATCH)
