@@ -396,11 +396,9 @@ def _step_with_later_loss(params, batch):
     return updated, {**metrics, "later": mean_loss(updated, batch)}
 
 
-def test_work_on_examples_after_the_update_needs_whole_batches(agrees):
-    agrees(_step_with_later_loss, make_params(), BATCHES, **QUICK)
-    agrees(_step_with_later_loss, make_params(), BATCHES, **{**PIPELINE, "num_microbatches": 1})
-    with pytest.raises(alpa.PlanError, match="works on the examples of the batch after the update"):
-        alpa.parallelize(_step_with_later_loss, **PARTS).plan_for(make_params(), BATCHES[0])
+@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE, {**PIPELINE, "num_microbatches": 1}])
+def test_work_on_examples_after_the_update_is_given_the_whole_batch(agrees, options):
+    agrees(_step_with_later_loss, make_params(), BATCHES, **options)
 
 
 def test_epochs_of_parts_of_a_permuted_batch_inside_the_step(agrees):

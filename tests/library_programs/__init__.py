@@ -41,6 +41,7 @@ PROGRAMS = (
     "optax_transforms:connectionist_temporal_classification",
     "optax_transforms:contrastive_pairs",
     "optax_transforms:sharpness_aware",
+    "optax_transforms:soft_actor_critic",
     "distrax_distributions:variational_autoencoder",
     "distrax_distributions:normalising_flow",
     "diffrax_equations:neural_differential_equation",

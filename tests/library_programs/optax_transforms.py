@@ -303,3 +303,70 @@ def sharpness_aware():
         return (optax.apply_updates(params, updates), opt_state), loss
 
     return step, (params, transform.init(params)), batch
+
+
+def soft_actor_critic():
+    """SAC: the actor's loss reads the critic that this step has trained, the temperature's loss the
+    actor's entropy; target networks follow."""
+    draw = np.random.default_rng(0)
+    shapes = {"state": (WIDTH,), "next_state": (WIDTH,), "action": (2,), "reward": (), "ends": ()}
+    batch = {
+        name: jnp.asarray(draw.normal(size=(EXAMPLES, *shape)).astype("float32"))
+        for name, shape in shapes.items()
+    }
+    batch["ends"] = (batch["ends"] > 1).astype(jnp.float32)
+    critics = [_mlp((WIDTH + 2, 16, 1), seed) for seed in (1, 2)]
+    params = {"actor": _mlp((WIDTH, 16, 4)), "critic": critics, "temperature": jnp.zeros(())}
+    transform = optax.adam(1e-2, eps=1e-3)
+
+    def act(actor, observed, key):
+        mean, log_std = jnp.split(_apply(actor, observed), 2, axis=-1)
+        drawn = jax.random.normal(key, mean.shape)
+        action = jnp.tanh(mean + jnp.exp(jnp.clip(log_std, -5, 2)) * drawn)
+        density = -0.5 * drawn**2 - log_std - jnp.log(1 - action**2 + 1e-6)
+        return action, density.sum(-1)
+
+    def value(critics, observed, action):
+        both = jnp.concatenate([observed, action], axis=-1)
+        return jnp.stack([_apply(critic, both)[:, 0] for critic in critics])
+
+    def step(state, batch):
+        params, opt_states, key = state["params"], state["opt_states"], state["key"]
+        key, next_key, own_key = jax.random.split(key, 3)
+        temperature = jnp.exp(params["temperature"])
+        action, density = act(params["actor"], batch["next_state"], next_key)
+        after = value(state["target"], batch["next_state"], action).min(0) - temperature * density
+        wanted = jax.lax.stop_gradient(batch["reward"] + 0.99 * (1 - batch["ends"]) * after)
+
+        def critic_loss(critic):
+            found = value(critic, batch["state"], batch["action"])
+            return jnp.mean((found - wanted) ** 2)
+
+        def actor_loss(actor):
+            action, density = act(actor, batch["state"], own_key)
+            gain = value(new["critic"], batch["state"], action).min(0)
+            return jnp.mean(temperature * density - gain), -density.mean()
+
+        def temperature_loss(log_temperature):
+            entropy = losses["actor"][1]
+            return jnp.exp(log_temperature) * jax.lax.stop_gradient(entropy + 2.0)
+
+        new, new_states, losses = dict(params), dict(opt_states), {}
+        for name, loss_fn, has_aux in [
+            ("critic", critic_loss, False),
+            ("actor", actor_loss, True),
+            ("temperature", temperature_loss, False),
+        ]:
+            losses[name], grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params[name])
+            updates, new_states[name] = transform.update(grads, opt_states[name])
+            new[name] = optax.apply_updates(params[name], updates)
+        target = optax.incremental_update(new["critic"], state["target"], 0.05)
+        return {"params": new, "opt_states": new_states, "target": target, "key": key}, losses
+
+    state = {
+        "params": params,
+        "opt_states": {name: transform.init(one) for name, one in params.items()},
+        "target": critics,
+        "key": jax.random.key(0),
+    }
+    return step, state, batch

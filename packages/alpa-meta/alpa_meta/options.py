@@ -159,7 +159,8 @@ class Options:
     `schedule` is chosen of all `SCHEDULES`. `memory` is bytes per device that the plan may use, a
     number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
-    arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
+    arguments that are not returned as new state, without those whose arrays differ in their first
+    dim where others agree in theirs); `static_argnums` are not traced. `plan` runs a
     given plan.
     `num_token_slices` cuts the sequences of every microbatch into slices of tokens that pass
     through the stages one after another, `token_slices` into slices of these lengths; the step must

@@ -141,6 +141,12 @@ class _TaskBuilder:
             self.names[var] = f"v{len(self.names)}"
         return self.names[var]
 
+    def _part_name(self, var: Var) -> str:
+        """Return the name of a value between the tasks of a microbatch: what they add up as well
+        has a name of its own beside its sum's."""
+        name = self._name(var)
+        return f"{name} of a microbatch" if var in self.accumulators else name
+
     def build(self) -> Tasks:
         staging = self.staging
         single = staging.num_stages == 1
@@ -221,8 +227,9 @@ class _TaskBuilder:
                     outputs[var] = None
             elif elsewhere or var in results:
                 outputs[var] = None
-        names_in = [self._input_name(var) for var in inputs]
-        names_out = [self._name(var) for var in outputs]
+        own = self._name if kind == "update" else self._part_name
+        names_in = [self._input_name(var) if var in self.value_of else own(var) for var in inputs]
+        names_out = [own(var) for var in outputs]
         accumulated = [self._input_name(a) for a, _ in in_place]
         spec = TaskSpec(
             name=f"{'train' if kind == 'backward' and self.staging.num_stages == 1 else kind}"

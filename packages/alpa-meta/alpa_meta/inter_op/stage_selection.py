@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.split_backward import kept_for_weights
@@ -74,7 +74,11 @@ def stage_scope(
     carried = [
         (atom, jaxpr.invars[alias])
         for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True)
-        if alias is not None and not isinstance(atom, Literal) and atom in defined
+        if alias is not None
+        and not isinstance(atom, Literal)
+        and atom in defined
+        # of state with an entry per example, a microbatch makes a part, which is joined to others
+        and shape_of(atom) == shape_of(jaxpr.invars[alias])
     ]
     forward = {
         var

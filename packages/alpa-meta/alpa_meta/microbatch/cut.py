@@ -5,9 +5,10 @@ microbatch holds, as in `sum(loss * mask) / sum(mask)`, it is given what it lack
 
     statistic   what depends on no parameter (counts, weights, places of the data) is computed once
                 per step on the whole batch, before the microbatches
-    total       a sum that depends on parameters (the share of tokens that each expert got) is added
-                up over the microbatches by a forward pass of its own, before the others, and read
-                whole: gradients are linear in what reads it, so they add up
+    total       a sum that depends on parameters (the share of tokens that each expert got, the
+                gradient of an earlier loss) is added up over the microbatches by a forward pass of
+                its own, before the others, and read whole: gradients are linear in what reads it,
+                so they add up
     number      which microbatch it is: random bits and counted places are those of its own examples
 
 What no gradient depends on is moved into the update instead (`gathering`). What is left, such as
@@ -110,7 +111,7 @@ class _Walk:
     def walk(self) -> None:
         for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, self.phases, strict=True)):
             if phase == "update":
-                self._update(eqn)
+                self._update(k, eqn)
                 self.runs.append(None)
                 continue
             run = self._run(k, eqn)
@@ -162,13 +163,25 @@ class _Walk:
             "microbatch has its own of"
         )
 
-    def _update(self, eqn: JaxprEqn) -> None:
-        """Note what the update reads that no microbatch can give."""
+    def _update(self, k: int, eqn: JaxprEqn) -> None:
+        """Note what the update reads that no microbatch can give, and what it is given whole."""
+        parts = []
         for atom in _variables(eqn):
-            self._leaves(atom)
-            if self.known.get(atom, REPLICATED).kind == "split":
+            if self.known.get(atom, REPLICATED).kind != "split" or atom in self._own:
+                self._leaves(atom)
+            elif gathered(atom) is None:
                 self._refuse(f"{_place([eqn])} works on the examples of the batch after the update")
+            else:
+                parts.append(atom)
+        self._gather(k, parts)
         self.known.update((var, REPLICATED) for var in eqn.outvars if not is_drop(var))
+
+    def _gather(self, k: int, parts: Sequence[Var]) -> None:
+        """Give an equation of the update the whole of what microbatches have parts of."""
+        for atom in parts:
+            self._given[atom] = self._given.get(atom) or Var(atom.aval)
+            self.gathered[self._given[atom]] = atom
+        self.read_whole[k] = {atom: self._given[atom] for atom in parts}
 
     def _leaves(self, atom: Var) -> None:
         placement = self.known.get(atom, REPLICATED)
@@ -238,10 +251,7 @@ class _Walk:
         parts = [atom for atom, placement in kinds.items() if placement.kind == "split"]
         if self._own & kinds.keys() or any(gathered(atom) is None for atom in parts):
             return self._mixing(k, eqn, inner)
-        for atom in parts:
-            self._given[atom] = self._given.get(atom) or Var(atom.aval)
-            self.gathered[self._given[atom]] = atom
-        self.read_whole[k] = {atom: self._given[atom] for atom in parts}
+        self._gather(k, parts)
         self.phases[k] = "update"
         for var in eqn.outvars:
             if not is_drop(var):

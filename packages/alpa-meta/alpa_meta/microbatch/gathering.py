@@ -1,10 +1,10 @@
-"""What mixes examples but moves no gradient: it runs once, in the update, on all of them.
+"""What works on examples but moves no gradient: it runs once, in the update, on all of them.
 
 A median or a sort of the losses, a queue that takes a row of each example, a table of priorities
 written at places that the batch says: no microbatch has all that they read, and nothing of the
-backward pass waits for them. So they are of the update, and what they read of the examples is put
-together there: each microbatch has its part among zeros (false, where truths are or-ed), and the
-whole is their sum.
+backward pass waits for them. So they are of the update, as are a loss at the new parameters and a
+line search, and what they read of the examples is put together there: each microbatch has its part
+among zeros (false, where truths are or-ed), and the whole is their sum.
 """
 
 from __future__ import annotations

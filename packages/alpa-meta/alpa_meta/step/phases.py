@@ -10,6 +10,12 @@ data flow, so that it holds whatever the order of equations:
               or feeds such work or, without any gradient, later work on them
     update    everything else: runs once per step, on accumulated gradients
 
+Where a loss reads what a gradient of an earlier one has moved (an actor after its critic, a
+generator after its discriminator, the moved parameters of SAM), the earlier loss, its backward pass
+and its update are of the forward pass: microbatches add that gradient up before the others, as
+any sum that they read whole. A loop or condition that holds all of such a later loss (a line
+search, an actor that is trained every second step) is of the update, if no gradient follows it.
+
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
 gradients depend on is forward or backward.
 """
@@ -89,22 +95,58 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
     producer: dict[Atom, int] = {
         var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
     }
-    gradients = set(marked) if marked else tagged
     examples = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
+    derived = {k for k, eqn in enumerate(eqns) if _OUTERMOST.search(name_stack(eqn))}
+    sums = {k for k in tagged & examples if any(_is_whole(v, placements) for v in eqns[k].outvars)}
+    moved = _descendants(eqns, producer, sums)
+    last = _last_losses(eqns, producer, tagged, derived, moved)
+    tagged -= last
+    later = (moved & _ancestors(eqns, producer, tagged) & (examples | derived)) - tagged
+    earlier = _ancestors(eqns, producer, later) - later
+    marked, tagged = [k for k in marked if k not in earlier], tagged - earlier
+    gradients = set(marked) if marked else tagged
     after = _descendants(eqns, producer, gradients)
     ancestors = _ancestors(eqns, producer, gradients | examples - after)
     ancestors |= _ancestors(eqns, producer, examples & after) - after
     phases: list[str] = []
     for k, eqn in enumerate(eqns):
-        sources = {phases[producer[a]] for a in eqn.invars if _known(a, producer)}
+        sources = {phases[one] for one in _sources(eqn, producer)}
         inside = k in ancestors or k in tagged and not marked
-        if k in tagged and inside:
+        if k in last:
+            phases.append("update")
+        elif k in tagged and inside:
             phases.append("backward")
         elif inside or _per_example(eqn, placements) and "update" not in sources:
             phases.append("backward" if "backward" in sources else "forward")
         else:
             phases.append("update")
     return Phases(tuple(phases), "marker" if marked else "name stack")
+
+
+def _last_losses(
+    eqns: Sequence[JaxprEqn],
+    producer: Mapping[Atom, int],
+    tagged: set[int],
+    derived: set[int],
+    moved: set[int],
+) -> set[int]:
+    """Return the loops and conditions that hold all of a loss, its gradient included, and read what
+    gradients outside of them have moved, if no gradient outside of them reads what they make.
+    """
+    found: set[int] = set()
+    for k in sorted(tagged - derived, reverse=True):
+        behind = _descendants(eqns, producer, {k}) & tagged
+        if _sources(eqns[k], producer) & moved and behind <= found | {k}:
+            found.add(k)
+    return found
+
+
+def _is_whole(var: Var, placements: Mapping[Var, Placement]) -> bool:
+    return not is_drop(var) and var not in placements
+
+
+def _sources(eqn: JaxprEqn, producer: Mapping[Atom, int]) -> set[int]:
+    return {producer[atom] for atom in eqn.invars if _known(atom, producer)}
 
 
 def _per_example(eqn: JaxprEqn, placements: Mapping[Var, Placement]) -> bool:
@@ -136,7 +178,7 @@ def _descendants(
 ) -> set[int]:
     found = set(roots)
     for k, eqn in enumerate(eqns):
-        if any(_known(atom, producer) and producer[atom] in found for atom in eqn.invars):
+        if _sources(eqn, producer) & found:
             found.add(k)
     return found
 
@@ -144,8 +186,7 @@ def _descendants(
 def _ancestors(eqns: Sequence[JaxprEqn], producer: Mapping[Atom, int], roots: set[int]) -> set[int]:
     found, pending = set(roots), list(roots)
     while pending:
-        for atom in eqns[pending.pop()].invars:
-            if _known(atom, producer) and producer[atom] not in found:
-                found.add(producer[atom])
-                pending.append(producer[atom])
+        new = _sources(eqns[pending.pop()], producer) - found
+        found |= new
+        pending += new
     return found

@@ -260,7 +260,8 @@ class Step:
             next(avals) if dynamic else leaf
             for leaf, dynamic in zip(kept, array_results, strict=True)
         ]
-        return input_roles(self._arguments, (tree, marks), array_results, self.batch_argnums)
+        result = (tree, marks)
+        return input_roles(jaxpr, self._arguments, result, array_results, self.batch_argnums)
 
     @functools.cached_property
     def _batch(self) -> tuple[bool, ...]:

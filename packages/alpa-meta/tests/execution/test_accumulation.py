@@ -16,9 +16,9 @@ from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.program import Step
 
 
-def accumulated(function, num_microbatches, state=STATE):
+def accumulated(function, num_microbatches, state=STATE, batch=BATCH):
     """Return the program of one stage and how its values leave the microbatches."""
-    program = Step(function, (state, BATCH)).program(num_microbatches)
+    program = Step(function, (state, batch), batch_argnums=(1,)).program(num_microbatches)
     layering = assign_layers(program, lambda eqns, inputs: [0] * len(eqns))
     staging = assign_stages(layering, [], program.jaxpr.outvars)
     return program, accumulation_of(program, crossing_values(staging, program))
@@ -76,12 +76,27 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert {str(total.aval.dtype) for total in found.accumulators.values()} == {"float32"}
 
 
-def test_an_update_that_reads_examples_is_refused():
+def test_an_update_that_reads_examples_has_their_parts_added_up():
     def late(state, batch):
         updated, metrics = step(state, batch)
         return updated, {"scaled": metrics["errors"] * updated["first"].sum()}
 
-    program = Step(late, (STATE, BATCH)).program(2)
-    assert program.inexact
+    program, found = accumulated(late, 2)
+    assert not program.inexact
+    assert (8,) in {total.aval.shape for total in found.accumulators.values()}
+    assert not found.joined
+
+
+def test_an_update_that_reads_keys_of_the_examples_is_refused():
+    def late(state, batch):
+        updated, _ = step(state, batch["x"])
+        number = jnp.sum(jnp.tanh(updated["first"]) > 0)
+        keys = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 1), number))(
+            batch["keys"]
+        )
+        return updated, jax.vmap(jax.random.normal)(keys)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    batch = {"x": BATCH, "keys": keys}
     with pytest.raises(PlanError, match="one entry per example"):
-        accumulated(late, 2)
+        accumulated(late, 2, batch=batch)

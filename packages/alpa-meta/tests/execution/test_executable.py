@@ -98,3 +98,26 @@ def test_a_plan_of_one_task_gives_the_same_with_and_without_the_runtime(one_stag
     np.testing.assert_array_equal(direct["b"], through_runtime["b"])
     assert metrics["loss"] == same["loss"]
     assert one_stage.executable.audit().ok
+
+
+def test_a_metric_of_one_stage_may_be_read_by_the_next():
+    def reporting(weights, batch):
+        def loss(weights):
+            hidden, sizes = batch, []
+            for weight in weights[:-1]:
+                hidden = jnp.tanh(hidden @ weight)
+                sizes.append(jnp.sum(hidden**2))
+            value = jnp.mean((hidden @ weights[-1]) ** 2)
+            return value * (1 + 0.01 * jax.lax.stop_gradient(sizes[0])) + 0.01 * sum(sizes), sizes
+
+        value, gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    draw = np.random.default_rng(0)
+    weights = [jnp.asarray(draw.normal(size=(8, 8)) / 3) for _ in range(4)]
+    batch = jnp.asarray(draw.normal(size=(8, 8)))
+    expected = jax.jit(reporting)(weights, batch)
+    parallel = alpa.parallelize(reporting, cluster="host:4", num_stages=2, num_microbatches=2)
+    found = parallel.gather(parallel(jax.tree.map(jnp.copy, weights), batch))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

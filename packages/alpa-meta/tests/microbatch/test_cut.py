@@ -13,6 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+import alpa_meta as alpa
 from alpa_meta.compat import Literal, bind, shape_of
 from alpa_meta.microbatch.placement import REPLICATED
 from alpa_meta.step.program import Step
@@ -36,6 +37,10 @@ def model(w, x):
 def entropy(w, batch):
     logits = jax.nn.log_softmax(model(w, batch["x"]))
     return -jnp.take_along_axis(logits, batch["y"][..., None], -1)[..., 0]
+
+
+def entropy_mean(w, batch):
+    return entropy(w, batch).mean()
 
 
 def masked(w, batch):
@@ -269,6 +274,120 @@ def test_microbatches_compute_what_the_whole_batch_does(loss, count):
             found,
             expected,
         )
+
+
+def sharpness_aware(w, batch):
+    first = jax.grad(entropy_mean)(w, batch)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in first.values()))
+    return step_of(entropy_mean)(jax.tree.map(lambda p, g: p + 0.1 * g / norm, w, first), batch)
+
+
+def actor_after_critic(w, batch):
+    def error(b):
+        return jnp.mean((batch["x"] @ w["a"] @ b - batch["x"]) ** 2)
+
+    critic = w["b"] - 0.1 * jnp.tanh(jax.grad(error)(w["b"]))
+    loss, gradient = jax.value_and_grad(lambda a: jnp.mean(jnp.sin(batch["x"] @ a @ critic)))(
+        w["a"]
+    )
+    return {"a": w["a"] - 0.1 * gradient, "b": critic}, loss
+
+
+def generator_after_discriminator(w, batch):
+    noise = jax.random.normal(jax.random.key(0), batch["x"].shape[:1] + (6,))
+
+    def difference(b, a):
+        return jnp.mean(jax.nn.softplus(noise @ a @ b)) - jnp.mean(
+            jnp.tanh(batch["x"] @ w["a"] @ b)
+        )
+
+    against = w["b"] - 0.1 * jnp.tanh(jax.grad(difference)(w["b"], w["a"]))
+    loss, gradient = alpa.value_and_grad(lambda a: jnp.mean(jnp.tanh(noise @ a @ against)))(w["a"])
+    return {"a": w["a"] - 0.1 * gradient, "b": against}, loss
+
+
+@pytest.mark.parametrize(
+    "step", [sharpness_aware, actor_after_critic, generator_after_discriminator]
+)
+def test_a_loss_reads_what_the_gradient_of_an_earlier_one_has_moved(step):
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    found = jax.jit(functools.partial(in_microbatches, step, 4))(WEIGHTS, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_a_third_loss_after_two_updates_is_refused_with_the_line():
+    def twice(w, batch):
+        moved, _ = sharpness_aware(w, batch)
+        return sharpness_aware(moved, batch)
+
+    (reason,) = Step(twice, (WEIGHTS, BATCH)).program(2).inexact
+    assert "depends on parameters and, in turn, on such a sum" in reason
+    assert "test_cut.py" in reason
+
+
+def searched(w, batch):
+    """The longest of some steps that does not raise the loss."""
+    value, gradients = jax.value_and_grad(entropy_mean)(w, batch)
+    gradients = jax.tree.map(jnp.tanh, gradients)
+
+    def moved(length):
+        return jax.tree.map(lambda p, g: p - length * g, w, gradients)
+
+    length = jax.lax.while_loop(
+        lambda length: entropy_mean(moved(length), batch) > value, lambda length: length / 2, 64.0
+    )
+    return moved(length), value
+
+
+def weighed_by_clipped_norms(w, batch):
+    """Gradients of each example, which the median of their norms clips."""
+    each = jax.vmap(jax.grad(lambda w, x: jnp.mean(model(w, x) ** 2)), in_axes=(None, 0))
+    gradients = each(w, batch["x"])
+    norms = jnp.sqrt(sum(jnp.sum(g**2, axis=(1, 2)) for g in jax.tree.leaves(gradients)))
+    share = jnp.minimum(1.0, jnp.median(norms) / norms)[:, None, None]
+    return jax.tree.map(lambda p, g: p - 0.1 * (share * g).mean(0), w, gradients), norms.max()
+
+
+def actor_after_critic_every_second_step(w, batch):
+    """TD3: a condition that holds the whole of the actor's loss, gradient and update."""
+
+    def error(b):
+        return jnp.mean((batch["x"] @ w["a"] @ b - batch["x"]) ** 2)
+
+    value, gradient = jax.value_and_grad(error)(w["b"])
+    critic = w["b"] - 0.1 * jnp.tanh(gradient)
+
+    def updated():
+        return w["a"] - jax.grad(lambda a: jnp.mean(jnp.sin(batch["x"] @ a @ critic)))(w["a"])
+
+    return {"a": jax.lax.cond(w["b"][0, 0] > -9, updated, lambda: w["a"]), "b": critic}, value
+
+
+@pytest.mark.parametrize(
+    "step", [searched, weighed_by_clipped_norms, actor_after_critic_every_second_step]
+)
+def test_an_update_is_given_the_whole_of_the_examples_that_it_works_on(step):
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    found = jax.jit(functools.partial(in_microbatches, step, 4))(WEIGHTS, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_an_update_that_works_on_random_keys_of_the_examples_is_refused_with_the_line():
+    def step(w, batch):
+        gradient = jax.grad(lambda w: (batch["x"] @ w).mean())(w)
+        number = jnp.sum(jnp.tanh(gradient) > 0)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch["keys"], number)
+        noise = jax.vmap(lambda key: jax.random.normal(key, w.shape))(keys)
+        return w - gradient * noise.mean(0)
+
+    batch = {"x": BATCH["x"], "keys": jax.random.split(jax.random.key(0), 8)}
+    (reason,) = Step(step, (WEIGHTS["a"], batch), batch_argnums=(1,)).program(2).inexact
+    assert "test_cut.py" in reason
+    assert "works on the examples of the batch after the update" in reason
 
 
 def normalised_over_the_batch(w, batch):
