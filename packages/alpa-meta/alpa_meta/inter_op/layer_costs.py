@@ -240,8 +240,8 @@ class LayerCosts:
         shares = np.where(update, {"light_step": LIGHT_STEP, "seconds": 0.0}.get(part, 1.0), 1.0)
         if part == "forward_and_input":
             found = found & ~update & ~facts.delayed
-        elif part == "forward":
-            found = found & forward
+        elif part == "forward":  # what runs once more is of the backward
+            found, again = found & forward, np.zeros_like(found)
         elif part == "backward":
             found = found & ~forward & ~update
         of = self.seconds_of(kind)

@@ -311,4 +311,12 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
                     least = least_seconds(problem) * 32 / BATCH
                     assert getattr(floor, part).value(32) <= least * (1 + 1e-9)
             assert floor.forward.value(32) <= floor.forward_and_input.value(32)
+            for row in source.rows[number]:
+                forward, by_input, by_weight = (
+                    line.value(32) * (1 + 1e-9)
+                    for line in (row.forward, row.backward_input, row.backward_weight)
+                )
+                assert floor.forward.value(32) <= forward
+                assert floor.forward_and_input.value(32) <= forward + by_input
+                assert floor.backward.value(32) <= by_input + by_weight
     assert tight == (memory < 1e9)
