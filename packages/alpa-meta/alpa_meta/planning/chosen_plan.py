@@ -93,7 +93,8 @@ class Planned:
 
 @frozen
 class Lacking:
-    """The bytes that a stage lacks of its limit, and how many more than its rows say it takes."""
+    """The bytes that a stage lacks of its limit, and how many more its devices need than the rows
+    of their stages say."""
 
     bytes: float
     unpredicted: float
@@ -189,8 +190,9 @@ def finish(
             else:
                 solution = solved_for(selection, counted, limit, chosen)
             if solution.choice is None:
-                least = max(solution.smallest_memory or limit * 1.1, limit + 1.0)
-                return Lacking(least - limit, least - min(stage_plan.peak_bytes[stage], limit))
+                lacking = max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+                told = min(stage_plan.device_bytes[stage], memory_limit)
+                return Lacking(lacking, memory_limit + lacking - told)
             solved[key] = solution, in_flight
             found = finished(solution)
         made, sharding = found

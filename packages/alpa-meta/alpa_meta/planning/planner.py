@@ -19,38 +19,30 @@ import stage_dp
 from alpa_interchange import (
     ClusterSpec,
     ParallelPlan,
-    ShardingSolution,
-    StageCandidate,
 )
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.meshes import splits_hosts_twice
 from alpa_meta.intra_op.equal_stages import Stages
-from alpa_meta.intra_op.memory_limit import solve_within
-from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
 from alpa_meta.planning.chosen_plan import (
-    MENU_ERROR,
     Planned,
     chosen_stages,
-    finish,
     finished_stage,
     stage_selection,
 )
 from alpa_meta.planning.collection_pause import collections_paused
-from alpa_meta.planning.counted_passes import counted_passes
 from alpa_meta.planning.executor_choice import with_executor
+from alpa_meta.planning.finished_search import Finish
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
-from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
+from alpa_meta.planning.menu_search import search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import check_exact, larger_counts, microbatch_counts_of
 from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import (
-    outlook_in_pieces,
-    outlook_of,
     short_step_of,
     staged_outlook,
 )
@@ -71,8 +63,6 @@ from alpa_meta.step.program import Step
 from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
-
-MEMORY_ROUNDS = 6  # of searching with less memory, where a chosen stage turns out not to fit
 
 
 def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -305,53 +295,11 @@ def _from_menu(
     if search is None:
         return None
     plan = search.plan
-
-    def finished() -> Planned:
-        return _finish_menu(search, outlook.num_layers, step, model, options)
-
+    finish = functools.partial(Finish(outlook.num_layers, step, model, options).run, search)
     sliced = search.num_slices > 1
     menu = None if sliced else keep(search, outlook, step, cluster, options)
     counts = search.nearly_fitting() if len(plan.stages) == 1 else ()
-    return Prospect(plan.step_seconds, finished, menu, counts), search.bound
-
-
-def _finish_menu(
-    search: MenuSearch, num_layers: int, step: Step, model: CostModel, options: Options
-) -> Planned:
-    """Return the plan of a search with its stages solved, searched again where they turn out not to
-    fit: with less memory, by as much as the rows say too little, so that the same stages do not fit
-    by them either. Where they take longer than rows say, they are solved for the step too."""
-
-    def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
-        return solve_within(selection, options, memory)
-
-    missing, cluster = 0.0, model.cluster
-    for _ in range(MEMORY_ROUNDS):
-        plan = search.stage_plan()
-        chosen = options
-        if options.recompute is None:
-            chosen = evolve(options, recompute=search.recomputation())
-        program = step.program(plan.num_microbatches)
-        found = outlook_in_pieces(program, chosen, cluster, num_layers) or outlook_of(
-            program, chosen, cluster, num_layers
-        )
-        # One stage is one program, quicker than the two that the menu's layers are of.
-        bound = search.bound if len(plan.stages) > 1 else 0.0
-        finished = functools.partial(finish, plan, *found, bound, step, model, options, choose)
-        planned = finished()
-        if isinstance(planned, Planned):
-            several = len(plan.stages) > 1 and plan.num_microbatches > 1
-            if several and planned.plan.step_seconds > plan.step_seconds * (1 + MENU_ERROR):
-                weighed = finished(passes=counted_passes(plan))
-                if isinstance(weighed, Planned):
-                    return min(planned, weighed, key=_step_seconds)
-            return planned
-        missing = planned.bytes
-        try:
-            search = search.within_less(planned.unpredicted)
-        except stage_dp.InfeasibleError:
-            break
-    raise InfeasibleError("no pipeline fits the memory", missing, None)
+    return Prospect(plan.step_seconds, finish, menu, counts), search.bound
 
 
 def _plan_as_told(step: Step, cluster: ClusterSpec, options: Options) -> Planned:

@@ -88,3 +88,23 @@ def test_one_stage_that_just_fits_is_found_though_the_menu_says_that_it_does_not
     plan = parallelize(_step, cluster="p3.16xlarge:1", options=options).plan_for(weights, batch)
     assert plan.num_microbatches == count
     assert 0.97 * memory < plan.stage_plan.peak_bytes[0] <= memory
+
+
+@pytest.mark.parametrize(
+    ("layers", "memory"),
+    [
+        # Forward passes that store less, as layers recompute, are below no floor of theirs.
+        (12, 252e6),
+        # Four stages share each mesh, and hold a quarter more than their rows say.
+        (16, 317e6),
+    ],
+)
+def test_pipelines_of_many_small_stages_are_planned_within_memory_and_above_their_bound(
+    layers, memory
+):
+    weights = [jax.ShapeDtypeStruct((1024, 2048), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
+    options = Options(memory=memory, num_microbatches=64, offload="none", cache=False)
+    plan = parallelize(_step, cluster="p3.16xlarge:4", options=options).plan_for(weights, batch)
+    assert max(plan.stage_plan.device_bytes) <= memory
+    assert 0.95 * plan.step_seconds < plan.lower_bound <= plan.step_seconds

@@ -11,9 +11,9 @@ from alpa_meta import corpus
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
-from alpa_meta.planning import planner
+from alpa_meta.planning import finished_search
 from alpa_meta.planning.chosen_plan import Lacking, finish
-from alpa_meta.planning.menu_search import search_menu, sized_programs
+from alpa_meta.planning.menu_search import ROOM, search_menu, sized_programs
 from alpa_meta.planning.planner import _just_fitting, make_plan
 from alpa_meta.planning.range_search import Prospect
 from alpa_meta.step.program import Step
@@ -126,19 +126,39 @@ def test_programs_traced_anew_and_cut_ones_are_not_mixed():
     assert sized is not None
 
 
-def test_the_menu_knows_what_one_program_on_all_devices_holds():
+def _search_of_gpt(**told):
+    """Return the search of one stage on two devices, its step, cluster and options."""
     model = corpus.build("gpt", "small")
     step, two = Step(model.train_step, (model.state, model.batch)), cluster("h100:2")
     costs, whole = CostModel(two), SubmeshSpec(num_hosts=1, devices_per_host=2)
     meshes = [(whole, mesh) for mesh in logical_meshes(costs, whole, 1)]
-    options = Options(cache=False, num_stages=1, num_microbatches=16)
+    options = Options(cache=False, num_stages=1, **told)
     sized = sized_programs(step, two, options)
     assert sized is not None
-    search = search_menu(step, sized, meshes, costs, options, [16])
+    counts = [options.num_microbatches] if options.num_microbatches else None
+    search = search_menu(step, sized, meshes, costs, options, counts)
     assert search is not None
+    return search, (step, two, options)
+
+
+def test_the_menu_knows_what_one_program_on_all_devices_holds():
+    search, problem = _search_of_gpt(num_microbatches=16)
     found = search.stage_plan().peak_bytes
-    (exact,) = (sharding.peak_bytes for sharding in make_plan(step, two, options).plan.shardings)
+    (exact,) = (sharding.peak_bytes for sharding in make_plan(*problem).plan.shardings)
     assert exact <= max(found) <= 1.05 * exact
+
+
+def test_one_stage_is_searched_with_more_memory_where_it_is_short():
+    free, _ = _search_of_gpt()
+    assert free.within_more() is None
+    memory = 0.5 * max(free.plan.device_bytes)
+    short, _ = _search_of_gpt(memory=memory)
+    more = short.within_more()
+    assert more is not None
+    assert [group.memory for group in more.problem.device_groups] == [memory * (1 + ROOM)]
+    assert more.plan.step_seconds <= short.plan.step_seconds
+    # The bound is that of the memory there is.
+    assert more.bound == short.bound
 
 
 def test_stages_are_solved_for_what_the_step_takes():
@@ -160,7 +180,7 @@ def test_stages_that_take_more_than_their_rows_say_are_not_chosen_again(monkeypa
             return Lacking(1.0, memory + 1.0 - max(plan.peak_bytes))
         return finish(plan, *others)
 
-    monkeypatch.setattr(planner, "finish", lacking_a_byte_at_first)
+    monkeypatch.setattr(finished_search, "finish", lacking_a_byte_at_first)
     found = _plan(memory=memory, **told)
     assert len(tried) == 2
     assert max(found.stage_plan.peak_bytes) <= memory
