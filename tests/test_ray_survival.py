@@ -447,14 +447,15 @@ def test_a_slow_worker_is_named_with_its_share_of_the_step(nodes, tmp_path):
             state, _ = far(state, x)
             monitor.look()
             monitor.note(number, 0.1, {})
-            if number > 20 and said:
+            named = [one for one in said if "mesh 1" in one]  # a busy machine slows the other, too
+            if number > 20 and named:
                 break
             assert time.monotonic() < latest  # steps in which all else is slow, too, do not count
     finally:
         ended.set()
         thread.join()
     assert re.fullmatch(
-        r"warning: step \d+: mesh 1 takes .* times as long as before and computes \d+% .*", said[0]
+        r"warning: step \d+: mesh 1 takes .* times as long as before and computes \d+% .*", named[0]
     )
     far.close()
 
