@@ -87,7 +87,7 @@ def test_one_stage_that_just_fits_is_found_though_the_menu_says_that_it_does_not
     options = Options(memory=memory, cache=False)
     plan = parallelize(_step, cluster="p3.16xlarge:1", options=options).plan_for(weights, batch)
     assert plan.num_microbatches == count
-    assert 0.97 * memory < plan.stage_plan.peak_bytes[0] <= memory
+    assert 0.92 * memory < plan.stage_plan.peak_bytes[0] <= memory
 
 
 @pytest.mark.parametrize(

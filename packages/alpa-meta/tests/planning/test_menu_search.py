@@ -174,15 +174,15 @@ def test_stages_that_take_more_than_their_rows_say_are_not_chosen_again(monkeypa
     memory = 1.5 * max(_plan(**told).stage_plan.peak_bytes)
     tried = []
 
-    def lacking_a_byte_at_first(plan, *others):
+    def lacking_a_byte_at_first(plan, *others, **passes):
         tried.append(plan.stages)
         if plan.stages == tried[0]:
             return Lacking(1.0, memory + 1.0 - max(plan.peak_bytes))
-        return finish(plan, *others)
+        return finish(plan, *others, **passes)
 
     monkeypatch.setattr(finished_search, "finish", lacking_a_byte_at_first)
     found = _plan(memory=memory, **told)
-    assert len(tried) == 2
+    assert len(tried) > 1 and tried.count(tried[0]) == 1
     assert max(found.stage_plan.peak_bytes) <= memory
 
 
