@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict, deque
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,19 +297,13 @@ def test_an_interleaved_stage_may_have_nothing_to_run(empty):
     left = [task for task in full.tasks if task.stage != empty]
     made = {value for task in left for value in task.outputs} | set(full.inputs)
     lacking = {value: task.mesh for task in left for value in task.inputs if value not in made}
-    graph = TaskGraph(
-        tasks=tuple(left),
-        per_step=full.per_step,
-        inputs=(*full.inputs, *lacking),
-        home=(*full.home, *lacking.values()),
-        outputs=tuple(value for value in full.outputs if value in made),
-    )
+    inputs, home = (*full.inputs, *lacking), (*full.home, *lacking.values())
+    outputs = tuple(value for value in full.outputs if value in made)
+    graph = evolve(full, tasks=tuple(left), inputs=inputs, home=home, outputs=outputs)
     schedule = emit(graph, "interleaved-1f1b", 4)
     interpret(graph, schedule, 4)
-    assert [sum(i.kind == "run" for i in p) for p in schedule.programs] == [
-        sum(4 if task.phase in ("forward", "backward") else 1 for task in left if task.mesh == mesh)
-        for mesh in range(2)
-    ]
+    runs = {i.task for program in schedule.programs for i in program if i.kind == "run"}
+    assert runs == {task.name for task in left}
 
 
 def test_a_delayed_backward_by_weight_comes_after_the_next_forward():

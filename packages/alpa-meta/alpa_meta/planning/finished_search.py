@@ -64,7 +64,7 @@ class Finish:
                 break
             found = self._solved(more)
             if isinstance(found, Planned):
-                return min(planned, found, key=_step_seconds)
+                return min(planned, found, key=step_seconds_of)
             more = more.within_less(found.unpredicted)
         return planned
 
@@ -96,9 +96,10 @@ class Finish:
         ):
             weighed = finished(passes=counted_passes(plan))
             if isinstance(weighed, Planned):
-                return min(planned, weighed, key=_step_seconds)
+                return min(planned, weighed, key=step_seconds_of)
         return planned
 
 
-def _step_seconds(planned: Planned) -> float:
+def step_seconds_of(planned: Planned) -> float:
+    """Return the seconds of a step, by which plans are compared."""
     return planned.plan.step_seconds

@@ -34,7 +34,7 @@ from alpa_meta.planning.chosen_plan import (
 )
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
-from alpa_meta.planning.finished_search import Finish
+from alpa_meta.planning.finished_search import Finish, step_seconds_of
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
@@ -176,7 +176,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     found = _on_parts(best, bounds, step, model, told)
     if found is not None:
         consider(found)
-        best = min(best, _finished(prospects[-1:], failed) or best, key=_step_seconds)
+        best = min(best, _finished(prospects[-1:], failed) or best, key=step_seconds_of)
     program = evolve(best.plan.program, uncut=uncut)
     own = [] if best.plan.num_stages == 1 else [best.plan.lower_bound]  # 0 where it did not hold
     bound = min(*bounds, *own, best.plan.step_seconds)
@@ -221,10 +221,6 @@ def _on_parts(
     told = evolve(options, num_stages=1)
     found = _found(lambda: plan_by_ranges(counts, step, model.cluster, told, on_parts=True))
     return found if isinstance(found, tuple) else None
-
-
-def _step_seconds(planned: Planned) -> float:
-    return planned.plan.step_seconds
 
 
 def _just_fitting(
