@@ -372,18 +372,20 @@ def totals_share(program: Program) -> float:
     return work(live_eqns(forward, list(program.totals.values()))) / max(work(forward), 1.0)
 
 
-def microbatch_counts(batch: int, num_stages: int | None, given: int | None) -> list[int]:
-    """Return the microbatch counts to plan for: one, and what pipelines of likely depths want.
+def microbatch_counts(
+    possible: Sequence[int], num_stages: int | None, given: int | None
+) -> list[int]:
+    """Return the microbatch counts to plan for: one, and what pipelines of likely depths want, of
+    the `possible` ones.
 
     About four microbatches per stage fill a 1F1B pipeline to 80 %.
     """
     if given is not None:
         return [given]
-    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
     if num_stages == 1:
         return [1]
     wanted = [8] if num_stages is None else [4 * num_stages, 2 * num_stages]
-    chosen = {max(d for d in divisors if d <= want) for want in wanted}
+    chosen = {max(d for d in possible if d <= want) for want in wanted}
     if num_stages is None:
         chosen.add(1)
     return sorted(chosen, key=lambda count: (math.log2(count), count))

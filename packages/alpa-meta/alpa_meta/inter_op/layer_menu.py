@@ -31,20 +31,20 @@ from stage_dp import SCHEDULE_RULES
 SIZE_RATIO = 8
 
 
-def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
-    """Return the microbatch sizes to build problems at: 1, up to what all devices share, and half
-    the batch, the largest there is; none for a batch of one.
+def menu_sizes(possible: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Return the microbatch sizes to build problems at, of the `possible` ones, the last of which
+    is the whole batch: the least, up to what all devices share, and the largest but the whole.
 
     What splits a microbatch into as many parts as some of the devices are is priced at two of them
     where there are two: one size alone cannot tell what every microbatch takes, such as a reduction
     of gradients, from what every sample takes. GPT-1.5B, 144 examples on 16 A100, was predicted to
     take 1.08 s a step by rows of 16 parts, which took 1.35.
     """
-    divisors = [size for size in range(1, batch // 2 + 1) if batch % size == 0]
+    divisors = possible[:-1]
     sizes = {max(divisors)} if divisors else set()
     wanted = 1
     while divisors and wanted < SIZE_RATIO * num_devices:
-        sizes.add(max(d for d in divisors if d <= wanted))
+        sizes.add(max((d for d in divisors if d <= wanted), default=divisors[0]))
         wanted *= SIZE_RATIO
     if len(divisors) > 1 and max(sizes - {divisors[-1]}, default=0) < num_devices:
         sizes.add(divisors[-2])

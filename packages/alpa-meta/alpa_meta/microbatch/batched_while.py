@@ -22,9 +22,10 @@ from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, is_drop, open_jaxpr
 from alpa_meta.operators import operator_of, operator_signature
 from alpa_meta.operators.elementwise import is_conjunction, is_selection
 from alpa_meta.operators.reduction import is_any
+from alpa_meta.operators.regions import is_while
 
 if TYPE_CHECKING:
-    from alpa_meta.microbatch.flow import Atom, Flow
+    from alpa_meta.microbatch.flow import Atom, Flow, Run
 
 
 def each_example_alone(eqn: JaxprEqn, body: Flow, test: Flow) -> bool:
@@ -51,6 +52,21 @@ def each_example_alone(eqn: JaxprEqn, body: Flow, test: Flow) -> bool:
         placement.kind == "replicated" or after is before or matched.keeps(before, after, tested)
         for before, after, placement in carries
     )
+
+
+def ends_alone(eqn: JaxprEqn, run: Run) -> bool:
+    """Return whether an equation is a loop that ends in each microbatch by the examples of it."""
+    return is_while(eqn) and bool(run.bodies) and run.bodies[0].outputs[0].kind != "replicated"
+
+
+def steered(eqn: JaxprEqn, run: Run) -> bool:
+    """Return whether a microbatch works on its examples as long as they need, others on theirs."""
+    if operator_of(eqn).steers and any(one.kind == "split" for one in run.reading.operands):
+        return True
+    if ends_alone(eqn, run):
+        return True
+    inner = ((open_jaxpr(flow.body).eqns, flow.runs) for flow in run.bodies)
+    return any(steered(*pair) for eqns, runs in inner for pair in zip(eqns, runs, strict=True))
 
 
 def shared_counters(eqn: JaxprEqn, body: Flow) -> frozenset[Var]:

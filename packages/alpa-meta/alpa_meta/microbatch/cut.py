@@ -38,7 +38,7 @@ from alpa_meta.compat import (
     shape_of,
     source_line,
 )
-from alpa_meta.microbatch.batched_while import shared_counters
+from alpa_meta.microbatch.batched_while import ends_alone, shared_counters, steered
 from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
@@ -46,7 +46,7 @@ from alpa_meta.microbatch.gathering import aside, gathered
 from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading, split
 from alpa_meta.microbatch.slicing import Writer
 from alpa_meta.operators import operator_of
-from alpa_meta.operators.regions import is_region, is_while
+from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
 from alpa_meta.passes.live import live_eqns
 
@@ -65,9 +65,12 @@ def cut_program(
     """
     walk = _Walk(closed, phases, inputs, trained, num_microbatches)
     walk.walk()
-    if walk.reasons:
-        return Cut(closed, tuple(phases), {}, (), None, {}, tuple(walk.reasons))
-    return walk.written()
+    if not walk.reasons:
+        cut = walk.written()
+        walk.check_gradients(phases, cut)
+        if not walk.reasons:
+            return cut
+    return Cut(closed, tuple(phases), {}, (), None, {}, tuple(walk.reasons))
 
 
 class _Walk:
@@ -106,8 +109,6 @@ class _Walk:
         self._own: set[Var] = set()  # replicated in name: what steers a microbatch is its own
         self._first_total = ""
 
-    # ------------------------------------------------------------------ walking
-
     def walk(self) -> None:
         for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, self.phases, strict=True)):
             if phase == "update":
@@ -130,18 +131,33 @@ class _Walk:
                 if any(atom in self._after_total for atom in depends):
                     self._after_total.add(var)
             own = any(atom in self._own for atom in depends)
-            if run is not None and (own or _steered(eqn, run)):
+            if run is not None and (own or steered(eqn, run)):
                 self._note_own(eqn, run, k)
         for atom in self.jaxpr.outvars:
             if not isinstance(atom, Literal):
                 self._leaves(atom)
+
+    def check_gradients(self, phases: Sequence[str], cut: Cut) -> None:
+        """Refuse microbatches that make no gradients of their examples, as the update makes all."""
+        of_gradients = zip(open_jaxpr(cut.closed).eqns, cut.phases, strict=True)
+        used = (v for eqn, phase in of_gradients if phase == "backward" for v in _variables(eqn))
+        if any(cut.placements.get(var, REPLICATED).kind != "replicated" for var in used):
+            return
+        for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, phases, strict=True)):
+            kinds = {read(atom, self.known).kind for atom in eqn.invars}
+            statistic = k in self.from_statistics and "split" in kinds
+            if statistic or self.read_whole.get(k) and phase != self.phases[k]:
+                return self._refuse(
+                    f"{_place(self.jaxpr.eqns[k:])} takes more examples of the batch at a time "
+                    "than a microbatch has, and all gradients come after it"
+                )
 
     def _note_own(self, eqn: JaxprEqn, run: Run, k: int) -> None:
         """Note results that each microbatch has its own of: they may say where its examples stand
         in a loop's buffer, but are no part of any result."""
         made = [var for var in eqn.outvars if not is_drop(var)]
         replicated = {var for var in made if self.known[var].kind == "replicated"}
-        if _ends_alone(eqn, run):
+        if ends_alone(eqn, run):
             body = run.bodies[1]
             carries = open_jaxpr(body.body).invars[eqn.params["body_nconsts"] :]
             counters = shared_counters(eqn, body)
@@ -328,8 +344,6 @@ class _Walk:
             self._narrowed[total] = found
         return found
 
-    # ------------------------------------------------------------------ writing
-
     def written(self) -> Cut:
         """Return the program of a microbatch."""
         self._add_in_update()
@@ -468,21 +482,6 @@ class _Walk:
     def _named(self, value: Var) -> str:
         maker = next((eqn for eqn in self.jaxpr.eqns if value in eqn.outvars), None)
         return "an input" if maker is None else _place([maker])
-
-
-def _ends_alone(eqn: JaxprEqn, run: Run) -> bool:
-    """Return whether an equation is a loop that ends in each microbatch by the examples of it."""
-    return is_while(eqn) and bool(run.bodies) and run.bodies[0].outputs[0].kind != "replicated"
-
-
-def _steered(eqn: JaxprEqn, run: Run) -> bool:
-    """Return whether a microbatch works on its examples as long as they need, others on theirs."""
-    if operator_of(eqn).steers and any(one.kind == "split" for one in run.reading.operands):
-        return True
-    if _ends_alone(eqn, run):
-        return True
-    inner = ((open_jaxpr(flow.body).eqns, flow.runs) for flow in run.bodies)
-    return any(_steered(*pair) for eqns, runs in inner for pair in zip(eqns, runs, strict=True))
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

@@ -24,6 +24,7 @@ from alpa_meta.operators.rewrites import (
     MAPPED_REDUCTIONS,
     MERGED_SHIFTS,
     PICKED_BLOCKS,
+    SUMMED_PRODUCTS,
     WHOLE_SLICES,
     Rewrite,
     with_rewrite,
@@ -91,6 +92,11 @@ PASSES: tuple[Pass, ...] = (
         "inlined",
         _pattern(PICKED_BLOCKS),
         "any time after: what its blocks were picked by becomes dead",
+    ),
+    Pass(
+        "inlined",
+        _pattern(SUMMED_PRODUCTS),
+        "any time before dead equations: the products that it takes the place of become dead",
     ),
     Pass(
         "inlined",

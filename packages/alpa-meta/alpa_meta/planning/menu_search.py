@@ -7,6 +7,7 @@ plan      the stages it chose, which `chosen_plan.finish` solves exactly
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -217,8 +218,7 @@ def search_menu(
     )
     if counts is None:  # larger microbatches than any the menu was made from have no bound
         largest = sized["none"][-1].samples
-        possible = stage_dp.microbatch_counts(batch)
-        counts = [count for count in possible if batch // count <= largest]
+        counts = [count for count in step.microbatch_counts if batch // count <= largest]
     problem = JointProblem(
         menu=menu,
         batch_size=batch,
@@ -244,24 +244,26 @@ def sized_programs(
 ) -> dict[str, list[Sized]] | None:
     """Return the program at the sizes of its menu, by kind of recomputation."""
     batch = step.batch_size or 1
+    possible = [batch // count for count in reversed(step.microbatch_counts)]
     if options.num_microbatches:
         sizes: tuple[int, ...] = (batch // options.num_microbatches,)
     else:
-        sizes = menu_sizes(batch, cluster.num_devices)
-    return by_short_step(
-        step, options, cluster, lambda short: _sized(short, batch, sizes, cluster, options)
+        sizes = menu_sizes(possible, cluster.num_devices)
+    look = functools.partial(
+        _sized, possible=possible, sizes=sizes, cluster=cluster, options=options
     )
+    return by_short_step(step, options, cluster, look)
 
 
 def _sized(
     step: Step | ShortStep,
-    batch: int,
+    possible: Sequence[int],
     sizes: Sequence[int],
     cluster: ClusterSpec,
     options: Options,
 ) -> dict[str, list[Sized]] | None:
-    """Return the program at these sizes, as far as the batch can be cut so and all have the
-    equations of the largest.
+    """Return the program at these of the `possible` sizes, as far as the batch can be cut so and
+    all have the equations of the largest.
 
     Raises UnlikeCopiesError where a short step cannot stand for the whole one.
     """
@@ -269,8 +271,9 @@ def _sized(
     largest: Program | None = None
     like: Program | None = None
     for wanted in reversed(sizes):
-        for size in _at_least(wanted, batch):
-            count = batch // size
+        # The program of one example may lack equations of all others: the next two may do.
+        for size in [one for one in possible if one >= wanted][:3]:
+            count = possible[-1] // size
             if options.num_microbatches is None and refusal(step, count, options):
                 break
             program = step.program(count)
@@ -294,12 +297,6 @@ def _sized(
                     sized.setdefault(kind, []).insert(0, one)
                 break
     return sized or None
-
-
-def _at_least(size: int, batch: int) -> list[int]:
-    """Return a microbatch size and the next two that divide the batch: the program of one example
-    may lack equations of all others."""
-    return [size, *(k for k in range(size + 1, batch) if batch % k == 0)][:3]
 
 
 def _alike(outlook: Outlook, other: Outlook) -> bool:

@@ -19,7 +19,7 @@ def microbatch_counts_of(
     `short` is the step without repeated layers, which can be cut as the step can.
     """
     given = options.num_microbatches
-    counts = microbatch_counts(step.batch_size or 1, options.num_stages, given)
+    counts = microbatch_counts(step.microbatch_counts, options.num_stages, given)
     if given is None:
         refusals = {count: refusal(short or step, count, options) for count in counts if count > 1}
         exact = [count for count in counts if not refusals.get(count)] or [1]

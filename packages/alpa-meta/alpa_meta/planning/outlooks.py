@@ -14,6 +14,7 @@ from alpa_interchange import (
     ParallelPlan,
 )
 from alpa_meta.compat import Var
+from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.candidates import (
     Outlook,
 )
@@ -25,6 +26,7 @@ from alpa_meta.inter_op.short_step import KEPT, ShortStep, short_step
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.options import Options
+from alpa_meta.step.phases import holds_gradient
 from alpa_meta.step.program import Program, Step
 
 Found = TypeVar("Found")
@@ -164,6 +166,21 @@ def outlook_in_pieces(
         return evolve(outlook, cut=cut), layering
     whole = evolve(options, recompute=kinds.pop())
     return evolve(outlook, cut=cut, uncut=outlook_of(program, whole, cluster)), layering
+
+
+def check_num_stages(num_stages: int | None, outlook: Outlook) -> None:
+    """Raise PlanError where the layers of the step are fewer than the stages asked for."""
+    most = outlook.num_layers
+    if num_stages is None or num_stages <= most:
+        return
+    why, remedy = "", f"use num_stages={most}"
+    if any(map(holds_gradient, outlook.program.jaxpr.eqns)):
+        why = ", as its gradients are made inside a loop"
+        remedy += ", or parallelize the step that the loop runs, and call that in a loop"
+    raise PlanError(
+        f"{num_stages} stages need as many layers, but the forward pass of the step cannot be cut "
+        f"into more than {most}{why}; {remedy}"
+    )
 
 
 def staged_outlook(

@@ -43,6 +43,7 @@ from alpa_meta.planning.microbatch_counts import check_exact, larger_counts, mic
 from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import (
+    check_num_stages,
     short_step_of,
     staged_outlook,
 )
@@ -268,12 +269,7 @@ def _from_menu(
     if sized is None:
         return None
     outlook = sized["none"][0].outlook
-    if options.num_stages is not None and options.num_stages > outlook.num_layers:
-        raise PlanError(
-            f"{options.num_stages} stages need as many layers, but the forward pass of the step "
-            f"cannot be cut into more than {outlook.num_layers}; use "
-            f"num_stages={outlook.num_layers}"
-        )
+    check_num_stages(options.num_stages, outlook)
     if all(layer is None for layer in outlook.staging.layers):
         return None  # gradients are made inside a loop: there is no forward pass to be cut
     told = [options.num_microbatches] if options.num_microbatches else None

@@ -41,7 +41,7 @@ from alpa_meta.planning.chosen_plan import (
     finish,
     whole_solution,
 )
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.planning.outlooks import check_num_stages, outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, calibrated_model
 
@@ -108,12 +108,8 @@ def plan_by_ranges(
                 divided.add(id(outlooks[-1][0]))
                 outlooks.append(pieces)
     options.progress("trace", len(counts), len(counts))
-    most = max(outlook.num_layers for outlook, _ in outlooks)
-    if options.num_stages is not None and options.num_stages > most:
-        raise PlanError(
-            f"{options.num_stages} stages need as many layers, but the forward pass of the step "
-            f"cannot be cut into more than {most}; use num_stages={most}"
-        )
+    most = max((outlook for outlook, _ in outlooks), key=lambda outlook: outlook.num_layers)
+    check_num_stages(options.num_stages, most)
     jobs = [
         (outlook, work)
         for outlook, _ in outlooks

@@ -173,6 +173,11 @@ def _is_transposed(eqn: JaxprEqn, derivative: re.Pattern[str], outer: str = "") 
     return any(_is_transposed(inner, derivative, stack) for body in bodies for inner in body.eqns)
 
 
+def holds_gradient(eqn: JaxprEqn) -> bool:
+    """Return whether an equation holds all of a gradient, the forward pass included."""
+    return _is_transposed(eqn, _OUTERMOST) and not _OUTERMOST.search(name_stack(eqn))
+
+
 def _descendants(
     eqns: Sequence[JaxprEqn], producer: Mapping[Atom, int], roots: set[int]
 ) -> set[int]:

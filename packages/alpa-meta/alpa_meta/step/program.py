@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
 
-from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, is_plain, open_jaxpr, shape_of
+from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, open_jaxpr, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.cut import cut_program
 from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
 from alpa_meta.microbatch.example_dims import example_dims
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
+from alpa_meta.passes.accumulation_loops import with_rounds_at_once
 from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.order import rewritten
 from alpa_meta.passes.update_order import update_by_array
@@ -29,7 +30,7 @@ from alpa_meta.step.arguments import (
 )
 from alpa_meta.step.leaves import Leaf, LeftOut, OutputTree, Part
 from alpa_meta.step.phases import Phases, classify
-from alpa_meta.step.roles import input_roles
+from alpa_meta.step.roles import input_roles, moments
 from alpa_meta.step.trace import trace
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.program import in_wanted_slices
@@ -167,8 +168,8 @@ class Step:
     @functools.cached_property
     def microbatch_counts(self) -> tuple[int, ...]:
         """The numbers of equal parts that the batch can be cut into."""
-        size = self.batch_size or 1
-        return tuple(count for count in range(1, size + 1) if size % count == 0)
+        most = self._whole[1]
+        return tuple(count for count in range(1, most + 1) if most % count == 0)
 
     @functools.cached_property
     def uncut(self) -> str:
@@ -272,10 +273,22 @@ class Step:
         leaves = zip(self._named_arrays, self._batch, strict=True)
         return any(is_batch and abstract(leaf).weak_type for (_, leaf), is_batch in leaves)
 
-    @functools.cached_property
+    @property
     def whole(self) -> Whole:
         """The step on the whole batch."""
-        return _classified(self, self.traced(self.batch_size)[0])
+        return self._whole[0]
+
+    @functools.cached_property
+    def _whole(self) -> tuple[Whole, int]:
+        """The step on the whole batch, and the most equal parts that it can be cut into: where it
+        has a loop of gradient accumulation, whose rounds it runs at once then, as many as those."""
+        closed, size = self.traced(self.batch_size)[0], self.batch_size or 1
+        at_once, rounds = with_rounds_at_once(closed)
+        if rounds > 1 and size % rounds == 0:
+            whole = _classified(self, at_once)
+            if not _cut(whole, rounds).reasons:
+                return whole, rounds
+        return _classified(self, closed), size
 
     @functools.cached_property
     def inexact(self) -> tuple[str, ...]:
@@ -390,9 +403,9 @@ def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
     inputs = step.leaves
     if step.offloads:
         flat = update_by_array(flat)
-        moments = _moments(flat, inputs)
+        kept = moments(flat, inputs)
         inputs = tuple(
-            evolve(leaf, memory="pinned_host") if var in moments else leaf
+            evolve(leaf, memory="pinned_host") if var in kept else leaf
             for var, leaf in zip(open_jaxpr(flat.closed).invars, inputs, strict=False)
         )
     whole = Whole(
@@ -465,23 +478,6 @@ def _made(whole: Whole, num_microbatches: int) -> Program:
         num_microbatches=num_microbatches,
         slices=whole.slices,
         slice_of=whole.slice_of,
-    )
-
-
-def _moments(program: FlatProgram, inputs: Sequence[Leaf]) -> frozenset[Var]:
-    """Return the state arrays, numbers apart, that only the update reads."""
-    jaxpr = open_jaxpr(program.closed)
-    read = {
-        atom
-        for eqn, phase in zip(jaxpr.eqns, program.phases, strict=True)
-        if phase != "update"
-        for atom in eqn.invars
-        if isinstance(atom, Var)
-    }
-    return frozenset(
-        var
-        for var, leaf in zip(jaxpr.invars, inputs, strict=False)
-        if leaf.role == "state" and leaf.aval.shape and is_plain(var) and var not in read
     )
 
 

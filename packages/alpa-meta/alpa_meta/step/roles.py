@@ -18,8 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from alpa_meta.compat import Atom, ClosedJaxpr, Jaxpr, Literal, Var, is_drop, open_jaxpr
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
+    is_drop,
+    is_plain,
+    open_jaxpr,
+)
+from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.step.arguments import Arguments, abstract
+from alpa_meta.step.leaves import Leaf
 from alpa_meta.types import PyTree
 
 Span = tuple[PyTreeDef, int, Sequence[PyTree]]
@@ -179,3 +190,20 @@ def _is_key(leaf: PyTree) -> bool:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return True
     return aval.dtype == np.uint32 and tuple(aval.shape) in ((2,), (4,))
+
+
+def moments(program: FlatProgram, inputs: Sequence[Leaf]) -> frozenset[Var]:
+    """Return the state arrays, numbers apart, that only the update reads."""
+    jaxpr = open_jaxpr(program.closed)
+    read = {
+        atom
+        for eqn, phase in zip(jaxpr.eqns, program.phases, strict=True)
+        if phase != "update"
+        for atom in eqn.invars
+        if isinstance(atom, Var)
+    }
+    return frozenset(
+        var
+        for var, leaf in zip(jaxpr.invars, inputs, strict=False)
+        if leaf.role == "state" and leaf.aval.shape and is_plain(var) and var not in read
+    )

@@ -2,6 +2,7 @@
 
 import pytest
 
+import stage_dp
 from alpa_meta.inter_op.candidates import microbatch_counts
 
 
@@ -12,9 +13,11 @@ from alpa_meta.inter_op.candidates import microbatch_counts
         (16, None, None, [1, 8]),
         (16, 2, None, [4, 8]),
         (16, None, 4, [4]),
+        (12, 2, None, [4, 6]),
         (12, 4, None, [6, 12]),
         (7, 3, None, [1, 7]),
     ],
 )
 def test_counts_divide_the_batch_and_suit_the_depth(batch, stages, given, counts):
-    assert microbatch_counts(batch, stages, given) == counts
+    possible = stage_dp.microbatch_counts(batch)
+    assert microbatch_counts(possible, stages, given) == counts

@@ -78,7 +78,12 @@ def _menu_of(builder, memory, devices=4):
     ],
 )
 def test_sizes_reach_from_one_example_to_half_the_batch(batch, devices, sizes):
-    assert menu_sizes(batch, devices) == sizes
+    possible = [size for size in range(1, batch + 1) if batch % size == 0]
+    assert menu_sizes(possible, devices) == sizes
+
+
+def test_sizes_are_those_that_a_loop_of_the_step_leaves():
+    assert menu_sizes([32, 64, 128, 256], 4) == (32, 128)
 
 
 def test_a_row_says_what_its_choice_costs_at_sizes_it_was_not_solved_at():

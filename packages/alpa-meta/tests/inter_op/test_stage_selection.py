@@ -7,7 +7,6 @@ import pytest
 
 from alpa_interchange import SubmeshSpec
 from alpa_meta.compat import Literal
-from alpa_meta.inter_op.candidates import microbatch_counts
 from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.meshes import logical_meshes
@@ -135,18 +134,3 @@ def test_between_layers_one_activation_crosses():
     crossing = boundary_bytes(program, staging, LAYERS)
     assert crossing[:-1].tolist() == [BATCH * WIDTH * 4] * (LAYERS - 1)
     assert crossing[-1] == 0
-
-
-@pytest.mark.parametrize(
-    ("batch", "stages", "given", "expected"),
-    [
-        (16, 1, None, [1]),
-        (16, 2, None, [4, 8]),
-        (16, None, None, [1, 8]),
-        (12, 2, None, [4, 6]),
-        (7, 2, None, [1, 7]),
-        (16, 2, 16, [16]),
-    ],
-)
-def test_pipelines_are_planned_with_enough_microbatches_to_fill(batch, stages, given, expected):
-    assert microbatch_counts(batch, stages, given) == expected

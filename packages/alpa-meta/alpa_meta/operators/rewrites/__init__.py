@@ -11,6 +11,7 @@ from alpa_meta.operators.rewrites.mapped_reductions import MAPPED_REDUCTIONS
 from alpa_meta.operators.rewrites.picked_blocks import BLOCKS_OF_RECOMPUTATIONS, PICKED_BLOCKS
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite, with_rewrite
 from alpa_meta.operators.rewrites.shifts import MERGED_SHIFTS
+from alpa_meta.operators.rewrites.summed_products import SUMMED_PRODUCTS
 from alpa_meta.operators.rewrites.whole_slices import WHOLE_SLICES
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MAPPED_REDUCTIONS",
     "MERGED_SHIFTS",
     "PICKED_BLOCKS",
+    "SUMMED_PRODUCTS",
     "WHOLE_SLICES",
     "Origins",
     "Rewrite",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-from attrs import frozen
+from attrs import field, frozen
 from jax import Array
 
 from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
@@ -13,14 +15,20 @@ from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, with_eqn
 
 @frozen(eq=False)
 class Origins:
-    """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
+    """Where values come from: {variable: its equation}, {variable: the constant closed over}, and
+    {variable: how often it is read}."""
 
     eqns: Mapping[Var, JaxprEqn]
     constants: Mapping[Var, Array]
+    reads: Mapping[Var, int] = field(factory=dict)
 
     def eqn(self, atom: Atom) -> JaxprEqn | None:
         """Return the equation that `atom` is a result of, if there is one."""
         return None if isinstance(atom, Literal) else self.eqns.get(atom)
+
+    def only_read(self, atom: Atom) -> JaxprEqn | None:
+        """Return the equation that `atom` is a result of, if nothing else reads it."""
+        return None if isinstance(atom, Literal) or self.reads[atom] > 1 else self.eqns.get(atom)
 
     def constant(self, atom: Atom) -> Array | None:
         """Return the array that `atom` is, if it is closed over and can be read here."""
@@ -48,7 +56,9 @@ def with_rewrite(program: ClosedJaxpr, rewrite: Rewrite) -> ClosedJaxpr:
         return program
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
-    origins = Origins(producers, constants)
+    read = itertools.chain(program.jaxpr.outvars, *(eqn.invars for eqn in eqns))
+    reads = Counter(atom for atom in read if not isinstance(atom, Literal))
+    origins = Origins(producers, constants, reads)
     found: list[JaxprEqn] = []
     for k, eqn in enumerate(eqns):
         replaced = rewrite.replaced(eqn, origins) if k in ends else None
