@@ -18,6 +18,7 @@ from attrs import field, frozen
 from attrs.validators import in_
 
 from alpa_meta.operators.rewrites import (
+    ALL_PLACES,
     BATCHED_LOOKUPS,
     BLOCKS_OF_RECOMPUTATIONS,
     KNOWN_PLACES,
@@ -67,6 +68,12 @@ PASSES: tuple[Pass, ...] = (
         _pattern(WHOLE_SLICES),
         "before lookups: an index of a dim taken whole is no column that counts places, and would "
         "hide those that are",
+    ),
+    Pass(
+        "inlined",
+        _pattern(ALL_PLACES),
+        "after whole dims left the index that matters; before lookups, which would take its dim "
+        "for one of a batch",
     ),
     Pass(
         "inlined",

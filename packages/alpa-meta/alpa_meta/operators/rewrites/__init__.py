@@ -5,6 +5,7 @@ them, in an order of its own, and knows no primitive. `former_axes` is no patter
 collectives over an axis of one member are, which inlining leaves out.
 """
 
+from alpa_meta.operators.rewrites.all_places import ALL_PLACES
 from alpa_meta.operators.rewrites.known_places import KNOWN_PLACES
 from alpa_meta.operators.rewrites.lookups import BATCHED_LOOKUPS
 from alpa_meta.operators.rewrites.mapped_reductions import MAPPED_REDUCTIONS
@@ -15,6 +16,7 @@ from alpa_meta.operators.rewrites.summed_products import SUMMED_PRODUCTS
 from alpa_meta.operators.rewrites.whole_slices import WHOLE_SLICES
 
 __all__ = [
+    "ALL_PLACES",
     "BATCHED_LOOKUPS",
     "BLOCKS_OF_RECOMPUTATIONS",
     "KNOWN_PLACES",

@@ -41,7 +41,7 @@ def _batched(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, batching), strict=True))
     kept = []
     for dim, column in zip(dims, join.invars, strict=True):
-        place = _place_dim(column, origins)
+        place = place_dim(column, origins)
         if (
             dim in getattr(numbers, left_out)
             and place is not None
@@ -77,7 +77,7 @@ def _batched(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     return [*added, eqn.replace(invars=[operand, *columns, *eqn.invars[2:]], params=params)]
 
 
-def _place_dim(atom: Atom, origins: Origins) -> int | None:
+def place_dim(atom: Atom, origins: Origins) -> int | None:
     """Return the dim along which each element of a value is its own place, if one is found."""
     path: list[JaxprEqn] = []
     while (eqn := origins.eqn(atom)) is not None:
