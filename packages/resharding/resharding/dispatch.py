@@ -37,9 +37,13 @@ def dispatched(
 ) -> tuple[tuple[Transfer, ...], float]:
     """Return `transfers` in the order in which they start, and the seconds that `course` has for
     it; inf where they take `limit` or more. Other numbers of `shake` are other orders."""
+    alone = links.network.issue == "host"  # hosts do one at a time, so nothing shares a port
+    cards: list[list[int]] = [[] for _ in demands]
+    if not alone:
+        cards = [[port for port in each.ports if port in links.direction] for each in demands]
     work = _Work(
         lanes=[lanes_of(transfer, links) for transfer in transfers],
-        cards=[[port for port in each.ports if port in links.direction] for each in demands],
+        cards=cards,
         seconds=[demand.num_bytes / demand.alone + demand.tail for demand in demands],
         waits=[len(transfer.after) for transfer in transfers],
         dependents=[[] for _ in transfers],
@@ -49,13 +53,15 @@ def dispatched(
         for earlier in transfer.after:
             work.dependents[earlier].append(index)
     work.weigh()
-    fluid, now, left = Fluid(demands, links), 0.0, len(transfers)
+    fluid, now, left = Fluid(() if alone else demands, links), 0.0, len(transfers)
     tails: list[tuple[float, int]] = []  # (end, transfer), a heap
     order: list[int] = []
-    while left and now < limit:
+    while left and now + work.most_left() < limit:
         for index in work.starts():
             order.append(index)
-            if demands[index].num_bytes > 0:
+            if alone:
+                heapq.heappush(tails, (now + work.seconds[index], index))
+            elif demands[index].num_bytes > 0:
                 fluid.start(index)
             else:
                 heapq.heappush(tails, (now + demands[index].tail, index))
@@ -115,12 +121,17 @@ class _Work:
             for lane in self.lanes[index]:
                 self.load[lane] = self.load.get(lane, 0.0) + self.seconds[index]
 
+    def most_left(self) -> float:
+        """Return the seconds of the lane that has the most to start."""
+        return max(self.load.values(), default=0.0)
+
     def starts(self) -> list[int]:
         """Return what starts now, and block its lanes."""
         free = [index for index in self.ready if self.busy.isdisjoint(self.lanes[index])]
+        pressing = {index: self._pressing(index) for index in free}
         made: list[int] = []
-        while free:
-            index = max(free, key=lambda k: (self._pressing(k), -k))
+        while free:  # what has a lane of its own is as pressing as before, but for its cards
+            index = max(free, key=lambda k: (pressing[k] - self._crowded(k), -k))
             made.append(index)
             self.busy.update(self.lanes[index])
             for lane in self.lanes[index]:
@@ -153,5 +164,12 @@ class _Work:
         """
         own = [self.load[lane] for lane in self.lanes[index]]
         pressing = 2 * max(own, default=0.0) + sum(own) + 3 * self.behind[index]
-        beside = max([self.crowd.get(card, 0) for card in self.cards[index]], default=0)
-        return pressing * self.favour[index] - _CROWDED * beside * self.seconds[index]
+        return pressing * self.favour[index]
+
+    def _crowded(self, index: int) -> float:
+        """Return how much less pressing a transfer is by what is under way on its cards."""
+        cards = self.cards[index]
+        if not cards:
+            return 0.0
+        beside = max([self.crowd.get(card, 0) for card in cards])
+        return _CROWDED * beside * self.seconds[index]
