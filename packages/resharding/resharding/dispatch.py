@@ -8,6 +8,7 @@ devices busy for longer, so a transfer is less pressing by those under way on it
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -41,8 +42,11 @@ def dispatched(
     cards: list[list[int]] = [[] for _ in demands]
     if not alone:
         cards = [[port for port in each.ports if port in links.direction] for each in demands]
+    lanes = [lanes_of(transfer, links) for transfer in transfers]
+    bit = {lane: 1 << k for k, lane in enumerate(dict.fromkeys(itertools.chain(*lanes)))}
     work = _Work(
-        lanes=[lanes_of(transfer, links) for transfer in transfers],
+        lanes=lanes,
+        masks=[sum([bit[lane] for lane in each]) for each in lanes],
         cards=cards,
         seconds=[demand.num_bytes / demand.alone + demand.tail for demand in demands],
         waits=[len(transfer.after) for transfer in transfers],
@@ -56,8 +60,9 @@ def dispatched(
     fluid, now, left = Fluid(() if alone else demands, links), 0.0, len(transfers)
     tails: list[tuple[float, int]] = []  # (end, transfer), a heap
     order: list[int] = []
+    ended = True  # some lane may have become free
     while left and now + work.most_left() < limit:
-        for index in work.starts():
+        for index in work.starts() if ended else ():
             order.append(index)
             if alone:
                 heapq.heappush(tails, (now + work.seconds[index], index))
@@ -72,9 +77,10 @@ def dispatched(
         for index in fluid.advance(elapsed, tolerance):
             heapq.heappush(tails, (now + demands[index].tail, index))
             work.leave(index)
+        ended = False
         while tails and tails[0][0] <= now + tolerance:
             work.end(heapq.heappop(tails)[1])
-            left -= 1
+            left, ended = left - 1, True
     if left:
         return tuple(transfers), math.inf
     number = {index: k for k, index in enumerate(order)}
@@ -100,13 +106,14 @@ class _Work:
     """What has not started, and what blocks it."""
 
     lanes: list[tuple[int, ...]]  # by transfer
+    masks: list[int]  # of lanes, a bit for each
     cards: list[list[int]]
     seconds: list[float]  # with the network to itself
     waits: list[int]
     dependents: list[list[int]]
     favour: list[float]
     ready: list[int] = field(factory=list)
-    busy: set[int] = field(factory=set)
+    busy: int = 0  # lanes
     load: dict[int, float] = field(factory=dict)  # seconds of a lane
     crowd: dict[int, int] = field(factory=dict)  # transfers whose bytes pass a card
     behind: list[float] = field(factory=list)  # seconds of the longest row that waits for it
@@ -127,18 +134,18 @@ class _Work:
 
     def starts(self) -> list[int]:
         """Return what starts now, and block its lanes."""
-        free = [index for index in self.ready if self.busy.isdisjoint(self.lanes[index])]
+        free = [index for index in self.ready if not self.busy & self.masks[index]]
         pressing = {index: self._pressing(index) for index in free}
         made: list[int] = []
         while free:  # what has a lane of its own is as pressing as before, but for its cards
             index = max(free, key=lambda k: (pressing[k] - self._crowded(k), -k))
             made.append(index)
-            self.busy.update(self.lanes[index])
+            self.busy |= self.masks[index]
             for lane in self.lanes[index]:
                 self.load[lane] -= self.seconds[index]
             for card in self.cards[index]:
                 self.crowd[card] = self.crowd.get(card, 0) + 1
-            free = [k for k in free if k != index and self.busy.isdisjoint(self.lanes[k])]
+            free = [k for k in free if k != index and not self.busy & self.masks[k]]
         started = set(made)
         self.ready = [index for index in self.ready if index not in started]
         return made
@@ -150,7 +157,7 @@ class _Work:
 
     def end(self, index: int) -> None:
         """Free the lanes of a transfer, and what waits for it."""
-        self.busy.difference_update(self.lanes[index])
+        self.busy &= ~self.masks[index]
         for other in self.dependents[index]:
             self.waits[other] -= 1
             if not self.waits[other]:
