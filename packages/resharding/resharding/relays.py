@@ -33,7 +33,7 @@ from resharding.drafts import copy_of
 from resharding.fans import Hosts, host_groups
 from resharding.network import Links
 from resharding.slices import Box, Cutter, split_box
-from resharding.waves import MOST_TRANSFERS, Shape, num_transfers, shape_of, waves_of
+from resharding.waves import MOST_TRANSFERS, Shape, Ways, num_transfers, shape_of, waves_of
 
 # Latencies of bytes that a card has under way: with 1.5 or 3 the worst of 1,000 random pairs at
 # 10 us is 1.24 or 1.25 x the bound in place of 1.21, as with 12 groups in place of 16.
@@ -60,9 +60,10 @@ def paces(shape: Shape, most: int) -> bool:
 def _num_paced(shape: Shape, most: int) -> int:
     """Return how many groups of `paced_waves` are relayed."""
     several = shape.per_host > 1
-    relayed, direct = ("inside" if several else "straight", 1), [("direct", 1)] * several
-    few = num_transfers(shape, [*[relayed] * 2, *direct, ("each", 1)])
-    each = num_transfers(shape, [*[relayed] * 3, *direct, ("each", 1)]) - few
+    relayed = ("inside" if several else "straight", 1)
+    last: Ways = (("direct", 1), ("each", 1)) if several else (("each", 1),)
+    few = num_transfers(shape, (relayed, relayed, *last))
+    each = num_transfers(shape, (relayed, relayed, relayed, *last)) - few
     return min(_MOST_PACED, 2 + (most - few) // each)
 
 

@@ -46,7 +46,9 @@ _INSIDE = 0.5
 _LEAST_INDICES = 0.5
 _RELAYED = ("chain", "inside", "straight")  # ways on which receivers pass parts on
 
-Ways: TypeAlias = Sequence[tuple[str, int]]  # of groups; how many times as many parts go by chains
+Ways: TypeAlias = tuple[
+    tuple[str, int], ...
+]  # of groups; how many times as many parts go by chains
 
 
 @frozen
@@ -206,7 +208,8 @@ def _groups(shape: Shape, ways: Ways, sizes: Sequence[float]) -> tuple[tuple[str
     return tuple(made)
 
 
-def _sizes(shape: Shape, ways: Ways) -> list[float] | None:
+@functools.lru_cache(maxsize=4096)  # `waves_of` asks again with more transfers
+def _sizes(shape: Shape, ways: Ways) -> tuple[float, ...] | None:
     """Return T and s_g of groups that go these ways; None if they cannot be done together."""
     latency, hosts, per_host = shape.latency, shape.num_hosts, shape.per_host
     copies, brought, passed, late, behind = [], [], [], [], []
@@ -263,7 +266,7 @@ def _sizes(shape: Shape, ways: Ways) -> list[float] | None:
     sizes = found[:count]
     if sizes[0] <= 0 or (np.diff(sizes) < -1e-9 * sizes[-1]).any():
         return None
-    return [float(found[count]), *sizes.tolist()]
+    return (float(found[count]), *sizes.tolist())
 
 
 def _ends(running: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -80,7 +80,7 @@ def test_what_is_passed_on_inside_at_once_is_few_transfers(make_task):
     # 31 us of a card are 1.6 inside, so that 3 copies of all take less than half a latency
     few = shape(make_task((9600,), (1, 1), "R", (3, 4), "R"))
     many = shape(make_task((96000,), (1, 1), "R", (3, 4), "R"))
-    ways = [("inside", 1)] * 8
+    ways = (("inside", 1),) * 8
     assert few.batched and not many.batched
     assert num_transfers(few, ways) == 3 * (8 * 3 + 2 * 3)  # hosts, parts, two batches
     assert num_transfers(many, ways) == 3 * (8 * 3 + 8 * 3)
