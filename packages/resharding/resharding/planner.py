@@ -19,6 +19,7 @@ from resharding.relays import paced_waves, paces, waves
 from resharding.slices import cut_slices, hosts_of
 from resharding.strategies import (
     STRATEGIES,
+    WAVES,
     candidates,
     divided_broadcast,
     fan,
@@ -238,7 +239,8 @@ class _Race:
             self._enter_fan("parallel_chains", shape, setting)
         if shape is not None and self._above(_FAR_FOR_PACED):
             self._enter_paced(shape, setting, MOST_TRANSFERS)
-        if shape is not None and self._above(_FAR_FOR_MANY):
+        won = self.best is not None and self.best.strategy in WAVES  # else more gain nothing
+        if shape is not None and won and self._above(_FAR_FOR_MANY):
             self._enter_waves(shape, setting, 2 * MOST_TRANSFERS)
             self._enter_paced(shape, setting, 2 * MOST_TRANSFERS)
 
