@@ -133,6 +133,7 @@ class Links:
         self.num_cards: dict[int, int] = {}
         self.direction: dict[int, int] = {}
         self.roomy: dict[int, int] = {}
+        self._hop_rate: dict[tuple[int, int], float] = {}
         by_host: dict[int, list[int]] = {}
         for device in sorted(host_of):
             by_host.setdefault(host_of[device], []).append(device)
@@ -166,4 +167,8 @@ class Links:
 
     def hop_rate(self, sender: int, receiver: int) -> float:
         """Return the rate of an uncontended hop, bytes/s."""
-        return min([self.rate[port] for port in self.ports(sender, receiver)])
+        known = self._hop_rate.get((sender, receiver))
+        if known is None:
+            known = min([self.rate[port] for port in self.ports(sender, receiver)])
+            self._hop_rate[sender, receiver] = known
+        return known

@@ -56,3 +56,29 @@ def test_a_row_of_transfers_starts_before_what_nothing_waits_for(make_task):
     demands = [demand_of(each, 1.0, links, transfers) for each in transfers]
     order, seconds = dispatched(transfers, demands, links)
     assert order[0] == first and seconds == pytest.approx(4.0)
+
+
+def test_local_transfers_start_whoever_is_busy(make_task):
+    task = make_task((8,), (1, 1), "R", (2, 1), "R", first_host=0, dtype="int8")
+    network = Network(nic_bandwidth=8.0, device_bandwidth=8.0, latency=1.0, issue="device")
+    links = Links(network, hosts_of(task))
+    here = Transfer(method="local", start=(0,), stop=(8,), sender=0, receivers=(0,))
+    transfers = (*copies((0, 8, 0, 100)), here)
+    demands = [demand_of(each, 1.0, links, transfers) for each in transfers]
+    order, seconds = dispatched(transfers, demands, links)
+    assert len(order) == 2 and seconds == pytest.approx(2.0)
+
+
+def test_devices_do_not_share_a_card_while_another_is_free(make_task):
+    # two devices of hosts 0 and 1 have a byte for each device of hosts 2 and 3, and no latency. By
+    # number 0 and 1 would send at once, by one card
+    task = make_task((8,), (2, 2), "S01", (2, 2), "R", dtype="int8")
+    network = Network(nic_bandwidth=1.0, device_bandwidth=9.0, latency=1.0, issue="device")
+    links = Links(network, hosts_of(task))
+    transfers = copies((0, 2, 0, 200), (2, 4, 1, 300), (4, 6, 100, 200), (6, 8, 101, 300))
+    demands = [demand_of(each, 1.0, links, transfers) for each in transfers]
+    order, seconds = dispatched(transfers, demands, links)
+    assert {each.sender // 100 for each in order[:2]} == {0, 1}
+    assert seconds == pytest.approx(6.0)
+    others = {dispatched(transfers, demands, links, shake=number)[0] for number in range(1, 9)}
+    assert len(others) > 1

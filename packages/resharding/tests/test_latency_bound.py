@@ -73,11 +73,12 @@ def test_small_tensors_take_a_few_latencies_to_many_devices(make_task):
     assert best.seconds < 1.1 * best.lower_bound
 
 
-def test_a_tensor_of_some_latencies_goes_in_parallel_chains(make_task):
-    # 1 MB takes 839 us on a card: one chain of 4 hosts adds 250 us, chains side by side 110
+def test_a_tensor_of_some_latencies_goes_in_chains_side_by_side(make_task):
+    # 1 MB takes 839 us on a card: one chain of 4 hosts adds 250 us, chains side by side 110, and
+    # copies of the last parts in place of chains 70
     task = make_task((1 << 18,), (1, 1), "R", (4, 1), "R", dtype="float32")
     made = plan(task, Network(latency=1e-5, issue="none"))
-    assert made.strategy == "parallel_chains" and made.seconds < 1.15 * made.lower_bound
+    assert made.strategy == "waves" and made.seconds < 1.08 * made.lower_bound
 
 
 def test_parts_that_are_relayed_arrive_one_after_the_other(make_task):
