@@ -29,5 +29,5 @@ class Identity:
     @staticmethod
     def distinct(objects: Sequence[object]) -> bool:
         """Return whether no object is there twice: asked in every step, of all its leaves, for
-        which keys take five times as long."""
+        which keys take four to five times as long."""
         return len(set(map(id, objects))) == len(objects)
