@@ -115,6 +115,36 @@ def test_a_package_depends_on_the_schema_alone_unless_it_is_the_product(package)
             assert siblings == {"alpa-interchange"}
 
 
+# Objects are keys themselves where they hash by identity, and have numbers or owners elsewhere.
+# This file has the keys of what is neither ours nor hashable.
+TOLD_APART_BY_ID = {"packages/alpa-meta/alpa_meta/identity.py"}
+
+
+def asks_for_ids(source: str) -> bool:
+    """Return whether a file calls `id` or hands it on."""
+    names = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
+    return any(name.id == "id" and isinstance(name.ctx, ast.Load) for name in names)
+
+
+def test_no_object_is_known_by_its_id():
+    found = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (package / import_name(package)).rglob("*.py")
+        if asks_for_ids(path.read_text())
+    }
+    assert found == TOLD_APART_BY_ID, (
+        "no dict is keyed by id(): an object that hashes by identity is a key itself, as are "
+        "variables and equations of jaxprs and classes with eq=False; alpa_meta.identity has keys "
+        "for what has no hash and is not ours"
+    )
+
+
+@pytest.mark.parametrize("source", ["known[id(value)] = 1", "set(map(id, values))"])
+def test_a_planted_id_is_found(source):
+    assert asks_for_ids(source) and not asks_for_ids("id: str; row.id = one.id(id=2)")
+
+
 def test_mypy_finds_the_modules_of_every_package_and_of_its_tests():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     folders = [str(package.relative_to(ROOT)) for package in PACKAGES]

@@ -84,7 +84,7 @@ class Transfer:
     after: tuple[int, ...] = ()
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class ReshardingPlan:
     """Transfers in the order every participant issues them, with predicted time and its bound."""
 

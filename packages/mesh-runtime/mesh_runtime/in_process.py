@@ -190,7 +190,15 @@ class InProcessRuntime:
                 raise failure from error
             raise
         finally:
-            self._trace = recorder.finish()
+            self._trace = tuple(
+                TraceEvent(
+                    one.mesh,
+                    loaded.schedule.programs[one.mesh][one.position],
+                    one.start,
+                    one.stop,
+                )
+                for one in recorder.finish()
+            )
         return outputs
 
     def fetch(self, names: Iterable[str]) -> dict[str, Any]:
@@ -259,7 +267,7 @@ class InProcessRuntime:
                 for name in instruction.inputs:
                     del held[name]
             if tracing:
-                recorder.record(mesh, instruction, start, read, written)
+                recorder.record(mesh, position, instruction.kind, start, read, written)
 
     def _receive(
         self,

@@ -44,7 +44,7 @@ class Layout:
         return NamedSharding(mesh, partition_spec(*self.spec))
 
 
-@frozen
+@frozen(eq=False)
 class HostTiles:
     """A host's share of an array: the tiles of its devices, each once.
 

@@ -43,15 +43,14 @@ class StepInputs:
     shares: Shares
     reads: list[dict[str, HostRead]]
 
-    def stored(self, workers: RayWorkers) -> dict[int, Any]:
-        """Return references to the large shares that several hosts are sent, by identity: they are
-        copied into the object store once."""
-        counts = Counter(id(one) for shares in self.shares.values() for one in shares.values())
-        each = {id(one): one for shares in self.shares.values() for one in shares.values()}
+    def stored(self, workers: RayWorkers) -> dict[HostTiles, Any]:
+        """Return references to the large shares that several hosts are sent: they are copied into
+        the object store once."""
+        counts = Counter(one for shares in self.shares.values() for one in shares.values())
         return {
-            key: workers.ray.put(one)
-            for key, one in each.items()
-            if counts[key] > 1 and one.nbytes > _INLINE
+            one: workers.ray.put(one)
+            for one, count in counts.items()
+            if count > 1 and one.nbytes > _INLINE
         }
 
 
@@ -161,9 +160,9 @@ class InputSorter:
 
 
 def taken_along(
-    worker: Worker, shares: Shares, stored: Mapping[int, Any]
+    worker: Worker, shares: Shares, stored: Mapping[HostTiles, Any]
 ) -> tuple[dict[str, HostTiles], dict[str, Any]]:
     """Return what a worker is sent with its call, and references to what it takes from a store."""
     own = shares[worker.mesh, worker.host]
-    inline = {name: one for name, one in own.items() if id(one) not in stored}
-    return inline, {name: stored[id(one)] for name, one in own.items() if id(one) in stored}
+    inline = {name: one for name, one in own.items() if one not in stored}
+    return inline, {name: stored[one] for name, one in own.items() if one in stored}

@@ -25,8 +25,19 @@ class TraceEvent:
     stop: float
 
 
+@frozen
+class Timing:
+    """The `position`-th instruction of a mesh: `start` and `stop` in seconds since the step
+    began."""
+
+    mesh: int
+    position: int
+    start: float
+    stop: float
+
+
 class Recorder:
-    """Collects the events of one step.
+    """Times the instructions of one step.
 
     Mode "dispatch" notes when the host issued each instruction, "blocking" waits for its results
     before going on (exact durations, meshes one after another). "ready" leaves the step
@@ -40,7 +51,7 @@ class Recorder:
             raise ValueError(f"trace must be one of {TRACE_MODES}, got {mode!r}")
         self.mode = mode
         self.origin = time.perf_counter()
-        self.events: list[TraceEvent] = []
+        self._timings: list[Timing] = []
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, str], _Watcher] = {}
         if mode == "ready":
@@ -55,50 +66,51 @@ class Recorder:
     def record(
         self,
         mesh: int,
-        instruction: Instruction,
+        position: int,
+        kind: str,
         start: float,
         inputs: Sequence[jax.Array],
         outputs: Sequence[jax.Array],
     ) -> None:
-        """Note one issued instruction; `start` is when its issue began."""
+        """Note one issued instruction of a kind; `start` is when its issue began."""
         if self.mode == "blocking":
             _wait(outputs)
-        watcher = self._watchers.get((mesh, instruction.kind))
+        watcher = self._watchers.get((mesh, kind))
         if watcher is not None:
-            watcher.items.put((mesh, instruction, inputs, outputs))
+            watcher.items.put((mesh, position, inputs, outputs))
             return
-        self.add(TraceEvent(mesh, instruction, start, self.now()))
+        self.add(Timing(mesh, position, start, self.now()))
 
-    def add(self, event: TraceEvent) -> None:
-        """Append an event; called from any thread."""
+    def add(self, timing: Timing) -> None:
+        """Append a timing; called from any thread."""
         with self._lock:
-            self.events.append(event)
+            self._timings.append(timing)
 
-    def finish(self) -> tuple[TraceEvent, ...]:
-        """Return all events by start time, once every watched result is there."""
+    def finish(self) -> tuple[Timing, ...]:
+        """Return all timings by start time, once every watched result is there."""
         for watcher in self._watchers.values():
             watcher.items.put(None)
         for watcher in self._watchers.values():
             watcher.thread.join()
-        return tuple(sorted(self.events, key=lambda event: (event.start, event.stop, event.mesh)))
+        return tuple(sorted(self._timings, key=lambda one: (one.start, one.stop, one.mesh)))
 
 
 class _Watcher:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.items: queue.SimpleQueue[
-            tuple[int, Instruction, Sequence[jax.Array], Sequence[jax.Array]] | None
+            tuple[int, int, Sequence[jax.Array], Sequence[jax.Array]] | None
         ] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
         while (item := self.items.get()) is not None:
-            mesh, instruction, inputs, outputs = item
+            mesh, position, inputs, outputs = item
             _wait(inputs)
             start = self.recorder.now()
             _wait(outputs)
-            self.recorder.add(TraceEvent(mesh, instruction, start, self.recorder.now()))
+            self.recorder.add(Timing(mesh, position, start, self.recorder.now()))
 
 
 def _wait(arrays: Sequence[jax.Array]) -> None:

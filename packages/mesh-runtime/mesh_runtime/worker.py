@@ -213,9 +213,8 @@ class MeshWorker:
             self.doing.nothing()
             for left in state.arriving.values():
                 left.receiving.cancel()
-            events = recorder.finish()
-        positions = {id(each): k for k, each in enumerate(loaded.instructions)}
-        trace = [(positions[id(e.instruction)], origin + e.start, origin + e.stop) for e in events]
+            timings = recorder.finish()
+        trace = [(one.position, origin + one.start, origin + one.stop) for one in timings]
         return outputs, trace
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, Tiles]:
@@ -345,7 +344,7 @@ class MeshWorker:
                     self._receive(state, name, arriving)
         self.most_held = max(self.most_held, len(state.held))
         if recorder.mode != "none":
-            recorder.record(self.mesh, instruction, start, read, written)
+            recorder.record(self.mesh, position, instruction.kind, start, read, written)
 
     def _value(self, state: RunningStep, name: str) -> jax.Array:
         """Return a buffer, waiting for it if it has just been received; what came with the step is
@@ -456,8 +455,8 @@ class MeshWorker:
             views = {box: tile.view(dtype).reshape(shape) for box, tile in boxes.items()}
             made = array_of(tensor.shape, sharding, views)
         if state.recorder.mode != "none":
-            instruction = state.loaded.instructions[arriving.position]
-            state.recorder.record(self.mesh, instruction, start, (), [made])
+            at = arriving.position
+            state.recorder.record(self.mesh, at, "receive", start, (), [made])
         return made
 
     def _tiles_to_return(self, array: jax.Array) -> Tiles:

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mesh_runtime.layout import HostTiles, Layout, array_of, host_tiles, plain_spec, whole_of
+from mesh_runtime.layout import Layout, array_of, host_tiles, plain_spec, whole_of
 from mesh_runtime.pieces import Box
 
 VALUE = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -44,10 +44,6 @@ def test_specs_become_plain_data():
     assert plain_spec(spec, "here") == (None, ("data", "model"), "x")
     with pytest.raises(ValueError, match="here leaves a dim unconstrained"):
         plain_spec(PartitionSpec(PartitionSpec.UNCONSTRAINED), "here")
-
-
-def test_a_share_is_a_value():
-    assert HostTiles((2,), []) == HostTiles((2,), [])
 
 
 def test_the_share_of_all_microbatches_is_that_of_each():

@@ -2,10 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_interchange.schedule import Instruction
 from mesh_runtime.trace import Recorder
-
-RUN = Instruction(kind="run", task="t")
 
 
 def test_an_unknown_mode_is_refused():
@@ -21,7 +18,7 @@ def test_blocking_waits_for_results_and_ready_does_not():
         recorder = Recorder(mode, 1)
         start = recorder.now()
         result = slow(x)
-        recorder.record(0, RUN, start, [x], [result])
+        recorder.record(0, 0, "run", start, [x], [result])
         issued = recorder.now()
         (event,) = recorder.finish()
         assert result.is_ready()
@@ -33,12 +30,13 @@ def test_results_donated_before_they_were_seen_are_passed_over():
     recorder = Recorder("ready", 1)
     x = jnp.ones(8)
     jax.jit(lambda v: v + 1, donate_argnums=0)(x)
-    recorder.record(0, RUN, recorder.now(), [], [x])
+    recorder.record(0, 0, "run", recorder.now(), [], [x])
     assert len(recorder.finish()) == 1
 
 
 def test_events_are_sorted_by_start():
     recorder = Recorder("dispatch", 2)
-    for start in (0.3, 0.1, 0.2):
-        recorder.record(1, RUN, start, [], [])
-    assert [event.start for event in recorder.finish()] == [0.1, 0.2, 0.3]
+    for position, start in enumerate((0.3, 0.1, 0.2)):
+        recorder.record(1, position, "run", start, [], [])
+    found = [(event.position, event.start) for event in recorder.finish()]
+    assert found == [(1, 0.1), (2, 0.2), (0, 0.3)]

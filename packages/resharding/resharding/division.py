@@ -37,7 +37,7 @@ _SLIVER = 4e-3
 _EVEN = 1e-9  # seconds, relative to the makespan, that count as none
 
 
-@frozen
+@frozen(eq=False)
 class Delivery:
     """A slice on its way to `receivers`, all of whom one operation feeds from one of `senders`."""
 
@@ -80,7 +80,7 @@ class _Class:
 
     cost: Mapping[frozenset[int], float]
     line: tuple[Delivery, ...]
-    taking: Mapping[int, frozenset[int]]  # by id of the delivery
+    taking: Mapping[Delivery, frozenset[int]]
     total: float  # bytes
 
 
@@ -98,7 +98,7 @@ def divided(
     """
     groups = _shares(_classes(deliveries, lanes_of, rate_of))
     queues = [list(group.parts) for group in groups]
-    cutters = {id(delivery): Cutter(delivery.piece.box) for delivery in deliveries}
+    cutters = {delivery: Cutter(delivery.piece.box) for delivery in deliveries}
     sent: dict[int, float] = {}
     found = []
     rounds = _rounds(groups) if ordered else [{k: group.seconds} for k, group in enumerate(groups)]
@@ -106,7 +106,7 @@ def divided(
         for number, length in passing.items():
             lanes = groups[number].lanes
             for delivery, share in _next_parts(queues[number], length):
-                box = cutters[id(delivery)].next(share)
+                box = cutters[delivery].next(share)
                 if box is None:
                     continue
                 part = delivery.part(box)
@@ -134,7 +134,7 @@ def _next_parts(queue: list[_Part], room: float) -> Iterator[tuple[Delivery, flo
 def _classes(deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf) -> list[_Class]:
     """Return the deliveries by the lanes that can send them, those with the fewest first."""
     found: dict[frozenset[tuple[frozenset[int], float]], list[Delivery]] = {}
-    taking: dict[int, frozenset[int]] = {}
+    taking: dict[Delivery, frozenset[int]] = {}
     for delivery in deliveries:
         rates: dict[frozenset[int], float] = {}
         for sender in delivery.senders:
@@ -142,7 +142,7 @@ def _classes(deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf)
             if lanes not in rates:
                 rates[lanes] = rate_of(delivery, sender)
         shared = frozenset.intersection(*rates) if len(rates) > 1 else frozenset()
-        taking[id(delivery)] = shared
+        taking[delivery] = shared
         key = frozenset((lanes - shared, rate) for lanes, rate in rates.items())
         found.setdefault(key, []).append(delivery)
     made = []
@@ -165,7 +165,7 @@ def _shares(classes: Sequence[_Class]) -> list[_Group]:
     for each in classes:
         mean = sum(each.cost.values()) / len(each.cost)
         for delivery in each.line:
-            for lane in each.taking[id(delivery)]:
+            for lane in each.taking[delivery]:
                 load[lane] = load.get(lane, 0.0) + delivery.piece.num_bytes * mean
     amounts = [dict.fromkeys(each.cost, 0.0) for each in classes]
     for _ in range(_PASSES):
@@ -223,7 +223,7 @@ def _cut_class(one: _Class, amount: Mapping[frozenset[int], float]) -> list[_Gro
             if not last and abs(left - take) <= 1e-6 * whole:
                 take = left  # no sliver of a slice
             if take > 0:
-                used = lanes | one.taking[id(line[at])]
+                used = lanes | one.taking[line[at]]
                 parts.setdefault(used, []).append(_Part(line[at], take * cost, whole * cost))
             left, room = left - take, room - take
             if left <= 0:

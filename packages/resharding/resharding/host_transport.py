@@ -48,8 +48,8 @@ class HostTransport:
     ) -> None:
         self.name = name
         self._owner_of: dict[int, str] = {}
-        self._parts: dict[int, tuple[ReshardingPlan, Part]] = {}
-        self._sums: dict[int, tuple[ReshardingPlan, SumParts]] = {}
+        self._parts: dict[ReshardingPlan, Part] = {}
+        self._sums: dict[ReshardingPlan, SumParts] = {}
         self._link: Link = SocketLink(name, token, host, checksum) if link is None else link
         self._shared = Shared(name, self._link, checksum)
         self._incoming = Incoming(self._shared, window)
@@ -115,22 +115,23 @@ class HostTransport:
 
     def _part(self, plan: ReshardingPlan) -> Part:
         """Return what this process does for a plan, which is worked out once."""
-        found = self._parts.get(id(plan))
+        found = self._parts.get(plan)
         if found is None:
             if len(self._parts) >= _MOST_PARTS:
                 self._parts.clear()
-            found = self._parts[id(plan)] = plan, part_of(self.name, plan, self._owner_of)
-        return found[1]
+            found = self._parts[plan] = part_of(self.name, plan, self._owner_of)
+        return found
 
     def _sum_parts(self, plan: ReshardingPlan) -> SumParts | None:
         """Return the parts of a plan with an unreduced source, which are worked out once."""
         if not plan.task.source.spec.partial:
             return None
-        if id(plan) not in self._sums:
+        found = self._sums.get(plan)
+        if found is None:
             if len(self._sums) >= _MOST_PARTS:
                 self._sums.clear()
-            self._sums[id(plan)] = plan, parts_of_sum(plan)
-        return self._sums[id(plan)][1]
+            found = self._sums[plan] = parts_of_sum(plan)
+        return found
 
 
 def _width(plan: ReshardingPlan) -> int:

@@ -181,7 +181,7 @@ class NcclTransport:
         self._devices = frozenset(devices)
         self._owner_of: Mapping[int, str] = {}
         self._pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[NcclPair, NcclRanks]] = {}
-        self._steps: dict[int, tuple[ReshardingPlan, Any]] = {}
+        self._steps: dict[ReshardingPlan, tuple[tuple[Hop, ...], ...]] = {}
         self._posted: dict[str, _Posted] = {}
         self._flights: list[_Flight] = []
         self._order = threading.Lock()  # held while a plan is given to the streams
@@ -229,10 +229,10 @@ class NcclTransport:
         with self._changed:
             for flight in self._flights:
                 flight.error = flight.error or TransportError(f"{self.name} was closed")
-            under_way = {id(flight.ranks): flight.ranks for flight in self._flights}
+            under_way = dict.fromkeys(flight.ranks for flight in self._flights)
             self._flights.clear()
             self._changed.notify_all()
-        for ranks in under_way.values():
+        for ranks in under_way:
             ranks.abort()
 
     def wait(self, key: str, over: Callable[[], bool], posted: _Posted, timeout: float) -> None:
@@ -442,12 +442,10 @@ class NcclTransport:
             flight.marks.append((tuple(one for one in names if one != self.name), event))
 
     def _steps_of(self, plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
-        found = self._steps.get(id(plan))
-        if found is None:
+        if plan not in self._steps:
             check_plan(plan)
-            found = self._steps[id(plan)] = plan, steps_of(plan)
-        steps: tuple[tuple[Hop, ...], ...] = found[1]
-        return steps
+            self._steps[plan] = steps_of(plan)
+        return self._steps[plan]
 
     # ------------------------------------------------------------------ looking after it
 

@@ -22,6 +22,7 @@ from stage_dp.cell_bounds import (
     row_arrays,
     within_memory,
 )
+from stage_dp.device_pool import CoarsePool, DevicePool
 from stage_dp.joint_bound import Chain
 from stage_dp.joint_chain import StageChoice
 from stage_dp.joint_sweep import Space
@@ -74,14 +75,14 @@ class StageBounds:
     of_mesh: Array
     limit: float
     quick: dict[bool, tuple[float, list[Chain], float]] = field(factory=dict)
-    taken: dict[int, DeviceSeconds] = field(factory=dict)
+    taken: dict[DevicePool | CoarsePool, DeviceSeconds] = field(factory=dict)
 
     def device_seconds(self, space: Space) -> DeviceSeconds:
         """Return what stages take of the devices of a space."""
-        key = id(space.pool)  # which the result keeps alive
-        if key not in self.taken:
-            self.taken[key] = DeviceSeconds.of(space.sequences, space.pool, self.busy)
-        return self.taken[key]
+        pool = space.pool
+        if pool not in self.taken:
+            self.taken[pool] = DeviceSeconds.of(space.sequences, pool, self.busy)
+        return self.taken[pool]
 
 
 class CountCosts:

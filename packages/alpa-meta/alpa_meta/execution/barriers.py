@@ -16,8 +16,8 @@ from alpa_meta.spmd import JaxprPlan
 def with_barriers(planned: Planned, task: Task, plan: JaxprPlan) -> tuple[Task, JaxprPlan]:
     """Return a task and its plan with the barriers that keep its memory as planned."""
     stage = planned.selections[task.spec.stage].stage
-    phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
-    phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
+    phase_of = dict(zip(stage.eqns, stage.phases, strict=True))
+    phases = [phase_of.get(eqn, "update") for eqn in task.eqns]
     mesh = planned.plan.shardings[task.spec.stage].mesh.logical
     least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.stage]
     eqns, plan, outvars, places = with_fences(task.eqns, plan, task.outvars, phases)

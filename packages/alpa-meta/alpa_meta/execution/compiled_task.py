@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, no_mesh, shape_of
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Var, dtype_of, no_mesh, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.barriers import with_barriers
 from alpa_meta.execution.combiners import combiner_options
@@ -138,7 +138,7 @@ def compile_together(tasks: Iterable[CompiledTask]) -> None:
 
     What does not compile is left to its run, whose error names the instruction.
     """
-    programs = {id(task.run): task for task in tasks}.values()  # which tasks may share
+    programs = {task.run: task for task in tasks}.values()  # which tasks may share
     lowered = [task.lower() for task in programs]  # in this thread, whose settings of jax count
 
     def compiled(one: jax.stages.Lowered) -> None:
@@ -176,8 +176,8 @@ def compile_task(
     if choice is None:
         raise PlanError(f"stage {stage} of the plan has no sharding solution")
     specs = _task_specs(planned, task, stage)
-    strategies: dict[int, Strategy | RegionPlan] = {
-        id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
+    strategies: dict[JaxprEqn, Strategy | RegionPlan] = {
+        eqn: selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
     }
     plan = task_plan(task, specs, strategies)
     on_host = platform == "cpu"
@@ -242,12 +242,12 @@ def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Var, ShardingS
     selection = planned.selections[stage]
     choice = planned.plan.shardings[stage].solution.choice
     assert choice is not None
-    value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
+    value_of = {acc: value for value, acc in planned.tasks.accumulators.items()}
     replaced = {new: old for new, old in selection.stage.carried if old in selection.sources}
     specs: dict[Var, ShardingSpec] = {}
 
     def spec(var: Var) -> ShardingSpec:
-        value = value_of.get(id(var), var)
+        value = value_of.get(var, var)
         return selection.spec(replaced.get(value, value), choice)
 
     for var in (*task.invars, *task.outvars):

@@ -21,6 +21,7 @@ from jax.tree_util import PyTreeDef
 from alpa_meta.compat import no_mesh
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.tasks import Output
+from alpa_meta.identity import Identity
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
 from alpa_meta.types import DType, Function, HostArray, PyTree
@@ -83,7 +84,7 @@ class DirectCall:
         if self.executable.tracing or any(leaves[k] is not leaf for k, leaf in self.kept):
             return NOT_DIRECT
         given = self.operands(leaves)
-        if len(set(map(id, given))) < len(given):
+        if not Identity.distinct(given):
             return NOT_DIRECT  # one array for two inputs, each of which the step may overwrite
         states = self.states(leaves)
         if _kinds(states) != self.known:

@@ -32,6 +32,7 @@ from alpa_meta.execution.meshes import LocalMeshes
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
 from alpa_meta.execution.shared_programs import with_shared_programs
+from alpa_meta.identity import Identity
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract, strong
@@ -153,7 +154,7 @@ class Executable:
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, PyTree] = {}
         placed = list(inputs)
-        seen: set[int] = set()
+        seen: set[Identity] = set()
         strangers: dict[str, int] = {}
         for k, leaf in enumerate(self.planned.program.inputs):
             if leaf.path not in self._where:
@@ -330,9 +331,9 @@ class Executable:
         avals = [atom.aval for atom in self.planned.program.jaxpr.outvars]
         return [as_keys(value, aval) for value, aval in zip(outputs, avals, strict=True)]
 
-    def _placed(self, leaf: Leaf, value: PyTree, seen: set[int]) -> PyTree:
+    def _placed(self, leaf: Leaf, value: PyTree, seen: set[Identity]) -> PyTree:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
-        overwrite each. `seen` are the ids of the arrays met so far.
+        overwrite each. `seen` are the arrays met so far.
         """
         path = leaf.path
         self._check_type(leaf, value)
@@ -342,7 +343,7 @@ class Executable:
                     f"{path} was given away to an earlier step, which overwrote it; pass the state "
                     "that step returned, or keep old states with Options(donate=False)"
                 )
-            identity = id(value.buffer if isinstance(value, RemoteArray) else value)
+            identity = Identity(value.buffer if isinstance(value, RemoteArray) else value)
             if identity in seen:
                 value = value.fetch() if isinstance(value, RemoteArray) else jnp.copy(value)
             seen.add(identity)

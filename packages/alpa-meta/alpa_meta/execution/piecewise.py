@@ -107,9 +107,10 @@ def gathered(tree: PyTree) -> PyTree:
 
     Arrays of other processes come by one request.
     """
-    handles = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, RemoteArray)]
-    found = dict(zip(map(id, handles), fetched(handles), strict=True))
-    return jax.tree.map(lambda leaf: found.get(id(leaf), leaf), jax.tree.map(_on_host, tree))
+    leaves, structure = jax.tree.flatten(tree)
+    remote = iter(fetched([leaf for leaf in leaves if isinstance(leaf, RemoteArray)]))
+    found = [next(remote) if isinstance(leaf, RemoteArray) else _on_host(leaf) for leaf in leaves]
+    return jax.tree.unflatten(structure, found)
 
 
 def _on_host(leaf: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ from attrs import evolve
 
 from alpa_meta.compat import Atom, ClosedJaxpr, Jaxpr, Literal, Var, consts, is_drop, open_jaxpr
 from alpa_meta.execution.compiled_task import CompiledTask
+from alpa_meta.identity import Identity
 
 
 def with_shared_programs(tasks: Mapping[str, CompiledTask]) -> dict[str, CompiledTask]:
@@ -88,4 +89,4 @@ def _value_key(value: object) -> Hashable:
         return type(value), repr(value)  # 1 is True, and 0.0 is -0.0
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
         return "array", value.shape, str(value.dtype), value.tobytes()
-    return value if isinstance(value, Hashable) else ("object", id(value))
+    return value if isinstance(value, Hashable) else Identity(value)

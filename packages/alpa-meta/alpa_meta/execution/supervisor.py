@@ -23,6 +23,7 @@ from alpa_meta.checkpoints.restoring import read_checkpoint
 from alpa_meta.checkpoints.saving import Saving
 from alpa_meta.errors import WorkersReplaced
 from alpa_meta.execution.piecewise import PiecewiseArray
+from alpa_meta.identity import Identity
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import flat_objects
@@ -83,10 +84,11 @@ class _Source:
 
     def of(self, state: Sequence[PyTree]) -> _Source | None:
         """Return what makes the leaves of `state`; None if they are others."""
-        places = {id(leaf): number for number, leaf in enumerate(self.made)}
-        if not all(id(leaf) in places for leaf in state):
+        places = {Identity(leaf): number for number, leaf in enumerate(self.made)}
+        leaves = [Identity(leaf) for leaf in state]
+        if not all(leaf in places for leaf in leaves):
             return None
-        return evolve(self, made=(), numbers=tuple(places[id(leaf)] for leaf in state))
+        return evolve(self, made=(), numbers=tuple(places[leaf] for leaf in leaves))
 
     def again(self) -> list[PyTree]:
         """Return the leaves, made anew."""
@@ -192,13 +194,14 @@ class Supervisor:
     def note(self, saving: Saving, state: PyTree) -> None:
         """Note that a state is being saved: if it is that after the last step, steps can go on from
         there."""
-        numbers: dict[int, list[int]] = {}
+        numbers: dict[Identity, list[int]] = {}
         for k, leaf in enumerate(self._state):
-            numbers.setdefault(id(leaf), []).append(k)
+            numbers.setdefault(Identity(leaf), []).append(k)
         leaves: list[PyTree]
         structure: PyTree
         leaves, structure = jax.tree.flatten(state)
-        found = [numbers[id(leaf)].pop(0) if numbers.get(id(leaf)) else -1 for leaf in leaves]
+        known = [numbers.get(Identity(leaf)) for leaf in leaves]
+        found = [places.pop(0) if places else -1 for places in known]
         if sorted(found) == list(range(len(self._state))):
             tree = structure.unflatten(found)
             self._marks.append(_Mark(len(self._log), saving, tree))

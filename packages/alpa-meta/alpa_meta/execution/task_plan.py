@@ -13,9 +13,11 @@ from alpa_meta.spmd import JaxprPlan, RegionPlan
 
 
 def task_plan(
-    task: Task, specs: Mapping[Var, ShardingSpec], strategies: Mapping[int, Strategy | RegionPlan]
+    task: Task,
+    specs: Mapping[Var, ShardingSpec],
+    strategies: Mapping[JaxprEqn, Strategy | RegionPlan],
 ) -> JaxprPlan:
-    """Return the plan of a task: `strategies` by id of equation, `specs` of values.
+    """Return the plan of a task: `strategies` of equations, `specs` of values.
 
     Equations that were added for accumulation keep the sharding of the value they follow; sums
     that were left partial are completed before they leave the update.
@@ -26,7 +28,7 @@ def task_plan(
         if position in task.follows:
             chosen.append(_following(eqn, specs[task.follows[position]]))
         else:
-            chosen.append(strategies[id(eqn)])
+            chosen.append(strategies[eqn])
     return JaxprPlan(
         tuple(specs[var] for var in task.invars),
         tuple(chosen),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
+from alpa_interchange import ShardingSpec
 from alpa_meta.inter_op.scope_facts import Held
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.types import Floats, HostArray, Ints
@@ -33,7 +34,7 @@ class HeldBytes:
     def of(cls, selection: Selection, held: Sequence[Held]) -> HeldBytes:
         """Return the values as they lie on the mesh of a selection problem; `held` by size."""
         nodes, places, parts = [], [], [np.ones(1)]
-        starts: dict[int, int] = {}
+        starts: dict[tuple[ShardingSpec, ...], int] = {}
         length = 1
         for var in held[0].values:
             source = selection.sources.get(var)
@@ -41,12 +42,12 @@ class HeldBytes:
                 nodes.append(0)
                 places.append(-1)  # whole, under every choice
                 continue
-            if id(source.specs) not in starts:
+            if source.specs not in starts:
                 parts.append(1.0 / selection.costs.parts(source.specs))
-                starts[id(source.specs)] = length
+                starts[source.specs] = length
                 length += len(source.specs)
             nodes.append(source.node)
-            places.append(starts[id(source.specs)])
+            places.append(starts[source.specs])
         numbers, begins = np.array(nodes, dtype=np.int64), np.array(places, dtype=np.int64)
         counts = np.asarray(selection.problem.num_strategies)[numbers]
         return cls(

@@ -300,13 +300,13 @@ class LayerCosts:
             count = len(self.facts.layers)
             its, others = (self.seconds_of(one).costs for one in (kind, beside))
             more = [  # the first time, then once more
-                (position, node, one[size] - other[size])
+                (position, node, one.at[size] - other.at[size])
                 for (position, node, one), (_, _, other) in zip(its, others, strict=False)
                 if one is not other and position < count
             ]
             for sign, of in ((1.0, its), (-1.0, others)):
                 again = of[len(self.selection.seconds.costs) :]
-                more += [(p - count, node, sign * priced[size]) for p, node, priced in again]
+                more += [(p - count, node, sign * priced.at[size]) for p, node, priced in again]
             by_node: dict[tuple[int, int], Floats] = {}
             for position, node, seconds in more:
                 at = int(self.facts.layers[position]), node

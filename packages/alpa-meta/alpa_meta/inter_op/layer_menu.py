@@ -20,6 +20,7 @@ from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
+from alpa_meta.inter_op.window import Window
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.pinning import UnfitPinError
 from cost_model import CostModel
@@ -71,7 +72,7 @@ class MenuBuilder:
     # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
     state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
     floors: list[FloorSource] = field(factory=list)  # of the menu's meshes
-    _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
+    _boundaries: dict[Window, dict[int, Boundary]] = field(factory=dict)
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -115,9 +116,9 @@ class MenuBuilder:
     def boundaries(self, sized: Sized) -> dict[int, Boundary]:
         """Return what crosses between the layers of the window."""
         window = sized.outlook.window
-        if id(window) not in self._boundaries:
-            self._boundaries[id(window)] = boundaries(window)
-        return self._boundaries[id(window)]
+        if window not in self._boundaries:
+            self._boundaries[window] = boundaries(window)
+        return self._boundaries[window]
 
 
 def menu_of(

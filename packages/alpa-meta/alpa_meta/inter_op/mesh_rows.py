@@ -157,7 +157,7 @@ class MeshProblem:
         if len(self.sizes) == 1:
             return [np.full(count, self.main.samples) for count in counts]
         mesh, sources = self.selection.costs.mesh, self.selection.sources
-        seen: set[tuple[int | None, int, tuple[int, ...]]] = set()
+        seen: set[tuple[int, tuple[ShardingSpec, ...], tuple[int, ...]]] = set()
         mine, theirs = (one.outlook.window.staging.eqns for one in self.sizes[:2])
         for eqn, like in zip(mine, theirs, strict=True):
             pairs = zip((*eqn.invars, *eqn.outvars), (*like.invars, *like.outvars), strict=True)
@@ -166,7 +166,7 @@ class MeshProblem:
                 if source is None or source.node is None or is_drop(atom):
                     continue
                 shape = shape_of(atom)
-                mark = (source.node, id(source.specs), shape)
+                mark = (source.node, source.specs, shape)
                 if mark in seen or shape == shape_of(twin):
                     continue
                 seen.add(mark)

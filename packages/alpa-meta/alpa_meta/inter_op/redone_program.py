@@ -131,12 +131,10 @@ def redone_traffic(
     values |= {new: twins.values[old] for old, new in program.renamed if old in twins.values}
     runs = program.first, program.again
     pairs = [(eqn, stage.eqns[k]) for some in runs for k, eqn in some.items()]
-    theirs = {id(eqn): twins.eqns[id(old)] for eqn, old in pairs if id(old) in twins.eqns}
+    theirs = {eqn: twins.eqns[old] for eqn, old in pairs if old in twins.eqns}
     for body in (one for one in twins.eqns if one not in theirs):  # of regions
         theirs[body] = twins.eqns[body]
     here = evolve(program.stage, delayed=program.delayed) if split else program.stage
     moved = traffic_of(here, OtherSizes(theirs, values), platform, attends)
-    first, again = (
-        {k: moved[id(eqn)] for k, eqn in some.items() if id(eqn) in moved} for some in runs
-    )
+    first, again = ({k: moved[eqn] for k, eqn in some.items() if eqn in moved} for some in runs)
     return RedoneTraffic(first, again)

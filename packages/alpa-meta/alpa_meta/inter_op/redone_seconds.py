@@ -77,15 +77,15 @@ class SplitSeconds:
         for position, node, priced in selection.seconds.costs:
             for before, after in ((whole.first, parts.first), (whole.again, parts.again)):
                 if before.get(position) != after.get(position):
-                    of_both = (moving.seconds(position, priced, one) for one in (after, before))
-                    more = tuple(a - b for a, b in zip(*of_both, strict=True))
+                    of_both = (moving.seconds(position, priced, one).at for one in (after, before))
+                    more = Priced(tuple(a - b for a, b in zip(*of_both, strict=True)))
                     layers.append(int(facts.layers[position]))
                     entries.append((node, node, more))
         self._num_layers, self._layers = num_layers, layers
         self._pairs: PricedPairs | None = PricedPairs(len(sizes), entries)
         by_node: dict[tuple[int, int], Floats] = {}  # [sizes, strategies]
         for layer, (node, _, more) in zip(layers, entries, strict=True):
-            at, own = (layer, node), np.array(more)
+            at, own = (layer, node), np.array(more.at)
             by_node[at] = by_node[at] + own if at in by_node else own
         self.least = np.zeros((len(sizes), num_layers))
         for (layer, _), seconds in by_node.items():
@@ -108,7 +108,7 @@ class _Moving:
 
     def __init__(self, selection: Selection, sizes: Sequence[ScopeFacts]) -> None:
         self._selection, self._sizes = selection, sizes
-        self._known: dict[tuple[int, Bytes, Bytes], Priced] = {}
+        self._known: dict[tuple[Priced, Bytes, Bytes], Priced] = {}
         stage, costs = sizes[0].scope.eqns, selection.costs
         self._twins = others_of(stage, tuple(one.scope.eqns for one in sizes[1:]))
         self._moved = fused_traffic(stage, self._twins, costs.platform, costs.attends)
@@ -118,37 +118,36 @@ class _Moving:
         stage = self._sizes[0].scope.eqns
         eqn, record = stage.eqns[position], self._selection.records[position]
         strategies = record.strategies
-        if is_region(eqn) or position not in traffic or len(strategies) != len(priced[0]):
+        if is_region(eqn) or position not in traffic or len(strategies) != len(priced.at[0]):
             return priced
-        before, after = self._moved[id(eqn)], traffic[position]
-        key = id(priced), before, after
+        before, after = self._moved[eqn], traffic[position]
+        key = priced, before, after
         if before != after and key not in self._known:
             costs, rule = self._selection.costs, sharding_rule(eqn)
             found = []
-            of = (eqn, *self._twins.eqns.get(id(eqn), ()))
+            of = (eqn, *self._twins.eqns.get(eqn, ()))
             for seconds, one, facts, old, new in zip(
-                priced, of, self._sizes, before, after, strict=False
+                priced.at, of, self._sizes, before, after, strict=False
             ):
                 more = compute_seconds(costs, one, rule, strategies, new)
                 more = more - compute_seconds(costs, one, rule, strategies, old)
                 found.append(seconds + facts.scope.eqns.num_microbatches * more)
-            self._known[key] = tuple(found)
+            self._known[key] = Priced(tuple(found))
         return priced if before == after else self._known[key]
 
 
 def least_seconds(selection: Selection, kinds: Sequence[RedoneSeconds]) -> EquationSeconds:
     """Return the seconds of a stage's equations the first time, the least of all `kinds`."""
     seconds = selection.seconds
-    known: dict[tuple[int, ...], Priced] = {}
+    known: dict[tuple[Priced, ...], Priced] = {}
     entries = []
     for n, (position, node, priced) in enumerate(seconds.costs):
-        of = {id(kind.first[n]): kind.first[n] for kind in kinds}
-        least = known.get(tuple(of))
+        of = tuple(dict.fromkeys(kind.first[n] for kind in kinds))
+        least = known.get(of)
         if least is None:
-            least = known[tuple(of)] = (
-                priced
-                if len(of) == 1
-                else tuple(np.minimum.reduce(sizes) for sizes in zip(*of.values(), strict=True))
+            sizes = zip(*(one.at for one in of), strict=True)
+            least = known[of] = (
+                priced if len(of) == 1 else Priced(tuple(np.minimum.reduce(one) for one in sizes))
             )
         entries.append((position, node, least))
     return seconds.with_costs(entries)

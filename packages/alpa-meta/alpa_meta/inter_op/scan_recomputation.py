@@ -106,7 +106,7 @@ def with_recomputed_scan(
     phases: list[str] = []
     layers: list[int | None] = []
     for eqn, phase, home in zip(layering.eqns, layering.phases, layering.layers, strict=True):
-        found = replaced.get(id(eqn), [eqn])
+        found = replaced.get(eqn, [eqn])
         eqns += found
         phases += [phase] * len(found)
         layers += [home] * len(found)
@@ -152,8 +152,8 @@ class _Pair:
             if isinstance(inner, Var) and not is_drop(outer)
         ]
 
-    def replaced(self, others: Collection[Var]) -> dict[int, list[JaxprEqn]]:
-        """Return {id of a scan: what replaces it}; `others` are read by more than the two."""
+    def replaced(self, others: Collection[Var]) -> dict[JaxprEqn, list[JaxprEqn]]:
+        """Return {scan: what replaces it}; `others` are read by more than the two."""
         forward, body = self._forward, open_jaxpr(closed(self._forward.params["jaxpr"]))
         fixed, carry, scanned = _split(forward, body.invars)
         made = {var for eqn in self._eqns for var in eqn.outvars}
@@ -176,8 +176,8 @@ class _Pair:
         first = jaxpr_of(body, [], body.invars, results, live_eqns(body.eqns, results))
         outer = [*forward.outvars[: len(carry)], *(stack for stack, _ in stays)]
         return {
-            id(forward): _scan(forward, first, _split(forward, forward.invars), outer),
-            id(self._backward): self._second(body, fixed, scanned, wanted, stacks, read),
+            forward: _scan(forward, first, _split(forward, forward.invars), outer),
+            self._backward: self._second(body, fixed, scanned, wanted, stacks, read),
         }
 
     def _second(

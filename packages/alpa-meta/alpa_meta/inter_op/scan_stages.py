@@ -67,7 +67,7 @@ def _forward_layers(cut: CutProgram, layering: Layering) -> Iterator[tuple[Origi
     """Yield the origin and layer of each clustered equation; of several with one origin, the
     last."""
     made = {
-        id(var): layer
+        var: layer
         for eqn, layer in zip(layering.eqns, layering.layers, strict=True)
         if layer is not None
         for var in eqn.outvars
@@ -76,8 +76,8 @@ def _forward_layers(cut: CutProgram, layering: Layering) -> Iterator[tuple[Origi
     eqns = cut.program.jaxpr.eqns
     for position in clustered_positions(cut.program):
         for var in eqns[position].outvars:
-            if id(var) in made:
-                yield cut.origins[position], made[id(var)]
+            if var in made:
+                yield cut.origins[position], made[var]
                 break
 
 

@@ -157,9 +157,9 @@ def _layers_after_cloning(
     before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], layers: Sequence[int | None]
 ) -> list[int | None]:
     by_output = {
-        id(eqn.outvars[0]): layer for eqn, layer in zip(before, layers, strict=True) if eqn.outvars
+        eqn.outvars[0]: layer for eqn, layer in zip(before, layers, strict=True) if eqn.outvars
     }
-    return [by_output.get(id(eqn.outvars[0])) if eqn.outvars else None for eqn in after]
+    return [by_output.get(eqn.outvars[0]) if eqn.outvars else None for eqn in after]
 
 
 def _levels(eqns: Sequence[JaxprEqn], phases: Sequence[str], stages: Sequence[int]) -> list[int]:

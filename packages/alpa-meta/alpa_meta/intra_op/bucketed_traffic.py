@@ -29,7 +29,7 @@ from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop,
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.added_costs import with_added
 from alpa_meta.intra_op.layouts import layouts_of
-from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.mesh_costs import Completed, Conversion, MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import operator_of
 from alpa_meta.spmd import HOST_BUCKETS
@@ -85,15 +85,15 @@ def _late(
 
 
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
-def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mapping[int, int]:
-    """Return, by the id of an equation, how many small sums are sent with its own, itself included.
+def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mapping[JaxprEqn, int]:
+    """Return, by equation, how many small sums are sent with its own, itself included.
 
     A light equation's sums wait for as many sums and `heavy` equations, one after the other, as
     those of another (mean and mean square, say): then neither waits for the other, and where both
     follow operands of one shape, their sums are over the same axes.
     """
     depth: dict[Var, int] = {}
-    rounds: dict[Hashable, list[int]] = {}
+    rounds: dict[Hashable, list[JaxprEqn]] = {}
     for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
         now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
         waits = heavy(eqn) or bool(subjaxprs(eqn))
@@ -102,7 +102,7 @@ def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mappin
             if all(tensor_bytes(var) <= HOST_BUCKETS.tensor for var in eqn.outvars):
                 operand = array_type(eqn.invars[0])
                 key = (phase, now, eqn.primitive.name, operand.shape, operand.dtype)
-                rounds.setdefault(key, []).append(id(eqn))
+                rounds.setdefault(key, []).append(eqn)
         depth.update((var, now + waits) for var in eqn.outvars if not is_drop(var))
     return {one: len(members) for members in rounds.values() for one in members}
 
@@ -246,15 +246,16 @@ class BucketedTraffic:
         times: float,
         first: int,
         second: int,
+        of: Conversion | Completed,
         shared: Floats,
         priced: Callable[[MeshCosts], Floats],
         count: int = 1,
     ) -> None:
         """Note [first, second] seconds of sending a tensor by its share of a bucket, `shared`, and
-        in buckets of other costs, each of the `times`, for `count` tensors. The same `shared` means
-        the same `priced`.
+        in buckets of other costs, each of the `times`, for `count` tensors. Both are the same for
+        all tensors `of` one conversion or completion.
         """
-        key = (phase, times, first, second, id(shared))
+        key = (phase, times, first, second, of)
         if key not in self._surcharges:
             self._surcharges[key] = _Surcharge((phase, times), first, second, shared, priced)
         self._surcharges[key].count += count

@@ -56,7 +56,7 @@ class Builder:
         self.sources: dict[Atom, Source] = {}
         self._eqn_costs: list[tuple[int, int, Priced]] = []
         self._eqn_edges: list[Edge] = []
-        self._home: dict[int, int] = {}  # the equation that makes a value, by the id of its source
+        self._home: dict[Source, int] = {}  # the equation that makes a value
         self._position = 0
         self.partial = self.places.partial
         self.order: dict[Var, int] = {}
@@ -67,7 +67,7 @@ class Builder:
         self._matrices: dict[Hashable, Priced] = {}
         self.state_nodes: set[int] = set()
         self.fixed = self.problem.node("fixed", "fixed", ["replicated"])
-        self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
+        self._choices: dict[int, tuple[ShardingSpec, ...] | tuple[Strategy, ...]] = {}
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
         # What other microbatches keep too, those in flight or those delayed; and the count.
         self._of_others: list[tuple[Source, bool, int]] = []
@@ -82,7 +82,7 @@ class Builder:
         self.traffic = BucketedTraffic(costs)
         self.sent = SentSeconds(costs)
         self._times = 1  # that the equation walked over counts (`Window`)
-        self._read_times: dict[int, int] = {}  # and its reads, by the id of the source
+        self._read_times: dict[Source, int] = {}  # and its reads
 
     def eqns(self) -> list[Record]:
         """Return the records of the stage's equations, walked over in order."""
@@ -103,7 +103,7 @@ class Builder:
                     self._input(var, input_key)
             if position in stage.reads:
                 reads = stage.reads[position]
-                self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
+                self._read_times = {self.sources[var]: times for var, times in reads.items()}
             one = self.places.of[position]
             records.append(self.equation(eqn, key, weight, self.sources, phase, one))
             if position + 1 in programs:
@@ -145,14 +145,14 @@ class Builder:
         pinned = self.stage.pins.get(var)
         if pinned is not None and key is not None:
             key = (key, pinned)  # only inputs that are pinned alike share a node
-        node, source = self.value_node(var, key or ("input", id(var)), "input")
+        node, source = self.value_node(var, key or ("input", var), "input")
         self.sources[var] = source
         if var in self.stage.state:
             self.state_nodes.add(node)
             if var in self.stage.offloaded:
                 self.timeline.store(source)
                 moved = self.costs.host_seconds(source.bytes, source.specs)
-                self._add_cost(node, (moved,) * (1 + len(self._ratios)))
+                self._add_cost(node, Priced((moved,) * (1 + len(self._ratios))))
             else:
                 self._constants.append((source, KINDS.index("state"), self._times))
                 if var in self.copied and self._phase != "update":
@@ -195,13 +195,13 @@ class Builder:
         axes = equal_axes(self.costs.mesh)
         if axes is None or num_entries <= LARGE:
             return None
-        found: dict[int, Ints] = {}
+        found: dict[tuple[ShardingSpec, ...] | tuple[Strategy, ...], Ints] = {}
         classes = [np.zeros(1, dtype=np.int64)]  # of the fixed node
         for node in range(1, len(self._choices) + 1):
             choices = self._choices[node]
-            if id(choices) not in found:
-                found[id(choices)] = classes_of(choices, axes)
-            classes.append(found[id(choices)])
+            if choices not in found:
+                found[choices] = classes_of(choices, axes)
+            classes.append(found[choices])
         return classes
 
     def end_loop(self, began: int, read: Sequence[Source]) -> None:
@@ -235,7 +235,7 @@ class Builder:
     ) -> Record:
         """Return the record of an equation that runs `weight` times a step, `one` operator; None: a
         region or a barrier. Its results are added to `scope`."""
-        key = key if key is not None else ("eqn", id(eqn))
+        key = key if key is not None else ("eqn", eqn)
         self.timeline.advance(phase)
         shape = facts_of(eqn)
         if shape.region:
@@ -267,7 +267,7 @@ class Builder:
             self.order[var] = len(self.order)
             if scope is not self.sources:
                 continue
-            self._home[id(source)] = self._position
+            self._home[source] = self._position
             if var in self.stage.marked:
                 self._mark(var, source)
         return record
@@ -346,21 +346,27 @@ class Builder:
         """Return the source of a result, `var`, after its partial sums were completed."""
         allowed = var in self.partial
         late = self._phase == "update" or var in self.late
-        finals, matrix, *others = completions(self.costs, natural, allowed, late)
-        node = self.new_node((key, allowed), "sum", finals)
+        found = completions(self.costs, natural, allowed, late)
+        node, finals = self.new_node((key, allowed), "sum", found.finals), found.finals
         if late:
             self.traffic.sums(self._phase, weight, natural, node, finals, self._times)
             assert natural.node is not None
 
             def priced(costs: MeshCosts) -> Floats:
-                found: Floats = completions(costs, natural, allowed, late)[1]
-                return found
+                return completions(costs, natural, allowed, late).seconds[0]
 
             self.traffic.surcharge(
-                self._phase, weight, natural.node, node, matrix, priced, self._times
+                self._phase,
+                weight,
+                natural.node,
+                node,
+                found,
+                found.seconds[0],
+                priced,
+                self._times,
             )
-        weighted = zip([matrix, *others], [weight, *self.weights(weight)], strict=True)
-        seconds = tuple([matrix * times for matrix, times in weighted])
+        weighted = zip(found.seconds, [weight, *self.weights(weight)], strict=True)
+        seconds = Priced(tuple([matrix * times for matrix, times in weighted]))
         self.sent.completion(self._position, natural, node, finals, late, seconds)
         self._add_edge(natural.node, node, seconds, self._times, self._position)
         return evolve(natural, node=node, specs=finals)
@@ -408,13 +414,13 @@ class Builder:
             source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node
         )
         if found.seconds is not None:
-            times = self._read_times.get(id(source), self._times)
+            times = self._read_times.get(source, self._times)
             priced = self._weighted(found, source, wanted, weight, in_buckets)
-            home = self._home.get(id(source), self._position)
+            home = self._home.get(source, self._position)
             self.sent.conversion(self._position, source, node, wanted, in_buckets, priced)
             self._add_edge(source.node, node, priced, times, home)
             if in_buckets:
-                self._note_conversion(source, node, wanted, weight, found.seconds, times)
+                self._note_conversion(source, node, wanted, weight, found, times)
         if found.copied is not None:
             self._copy(source, node, found.copied)
 
@@ -428,7 +434,7 @@ class Builder:
     ) -> Priced:
         """Return the seconds per step of a conversion, remembered."""
         assert found.seconds is not None
-        key = (id(found), weight, source.other_bytes, self._phase == "update")
+        key = (found, weight, source.other_bytes, self._phase == "update")
         known = self._matrices.get(key)
         if known is None:
             matrices = [weight * found.seconds]
@@ -437,7 +443,7 @@ class Builder:
                     source.shape, size, source.specs, wanted, in_buckets
                 )
                 matrices.append(times * priced)
-            known = self._matrices[key] = tuple(matrices)
+            known = self._matrices[key] = Priced(tuple(matrices))
         return known
 
     def _note_conversion(
@@ -446,11 +452,11 @@ class Builder:
         node: int,
         wanted: tuple[ShardingSpec, ...],
         weight: float,
-        seconds: Floats,
+        found: Conversion,
         times: int,
     ) -> None:
         """Note a conversion that travels in buckets, and what it costs in others."""
-        assert source.node is not None
+        assert source.node is not None and found.seconds is not None
         self.traffic.conversion(self._phase, weight, source, node, wanted, times)
 
         def priced(costs: MeshCosts) -> Floats:
@@ -458,18 +464,21 @@ class Builder:
                 source.shape, source.bytes, source.specs, wanted, in_buckets=True
             )
 
-        self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced, times)
+        self.traffic.surcharge(
+            self._phase, weight, source.node, node, found, found.seconds, priced, times
+        )
 
     def _add_edge(
-        self, first: int | None, second: int, matrices: Priced, times: int, home: int
+        self, first: int | None, second: int, priced: Priced, times: int, home: int
     ) -> None:
         assert first is not None
-        self.problem.add_edge(first, second, matrices[0] if times == 1 else times * matrices[0])
-        self._eqn_edges.append(Edge(self._position, home, first, second, times, matrices))
+        self.problem.add_edge(first, second, priced.at[0] if times == 1 else times * priced.at[0])
+        self._eqn_edges.append(Edge(self._position, home, first, second, times, priced))
 
-    def _add_cost(self, node: int, costs: Priced) -> None:
-        self.problem.add_cost(node, costs[0] if self._times == 1 else self._times * costs[0])
-        self._eqn_costs.append((self._position, node, costs))
+    def _add_cost(self, node: int, priced: Priced) -> None:
+        own = priced.at[0]
+        self.problem.add_cost(node, own if self._times == 1 else self._times * own)
+        self._eqn_costs.append((self._position, node, priced))
 
     def equation_seconds(self, count: int) -> EquationSeconds:
         """Return the seconds of the `count` equations walked over, under any choice."""

@@ -28,35 +28,36 @@ Matrix = tuple[Order, Order, Order]
 class DimOrders:
     """The orders of the values walked over that lie otherwise than their dims are numbered."""
 
-    _of: dict[int, Order] = field(factory=dict)  # by the id of the source
+    _of: dict[Source, Order] = field(factory=dict)
 
     def same(self, source: Source, of: Source) -> None:
         """Note another name of the value `of`."""
-        order = self._of.get(id(of))
+        order = self._of.get(of)
         if order is not None and source.shape == of.shape:
-            self._of[id(source)] = order
+            self._of[source] = order
 
     def transpose(self, source: Source, of: Source | None, permutation: Order) -> None:
         """Note the value of which dim k is dim `permutation[k]` of the value `of`; None: of a sum
         over the microbatches, which lies as its dims are numbered."""
         place = {dim: k for k, dim in enumerate(permutation)}
-        order = tuple([place[dim] for dim in self._of.get(id(of), range(len(permutation)))])
+        held = range(len(permutation)) if of is None else self._order(of)
+        order = tuple([place[dim] for dim in held])
         if order != tuple(range(len(order))):
-            self._of[id(source)] = order
+            self._of[source] = order
 
     def follow(self, sources: Sequence[Source], operands: Sequence[Source]) -> None:
         """Note that elementwise results lie as the first operand that lies otherwise."""
         if not self._of:
             return
         for operand in operands:
-            if id(operand) in self._of:
+            if operand in self._of:
                 for source in sources:
                     self.same(source, operand)
                 return
 
     def numbered(self, source: Source) -> Order | None:
         """Return the dims of a value as they are numbered, if it lies otherwise."""
-        return tuple(range(len(source.shape))) if id(source) in self._of else None
+        return tuple(range(len(source.shape))) if source in self._of else None
 
     def copied(self, source: Source, matrix: Matrix, *, as_given: bool = False) -> Order | None:
         """Return the order in which a product reads a copy of a value; None: it reads the value.
@@ -79,4 +80,4 @@ class DimOrders:
         return min(allowed) if one_each and not as_given else wanted
 
     def _order(self, source: Source) -> Order:
-        return self._of.get(id(source)) or tuple(range(len(source.shape)))
+        return self._of.get(source) or tuple(range(len(source.shape)))

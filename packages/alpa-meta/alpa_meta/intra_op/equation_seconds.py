@@ -7,13 +7,19 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
+from attrs import frozen
 
 from alpa_interchange import ShardingProblem
 from alpa_meta.intra_op.added_costs import with_added
 from alpa_meta.types import Flags, Floats, HostArray, Ints
 
-Priced = tuple[Floats, ...]
-"""Seconds per step at the size that a problem is built at, then at the others it is priced at."""
+
+@frozen(eq=False)
+class Priced:
+    """Seconds per step `at` the size that a problem is built at, then at the others it is priced
+    at: one object for all equations that cost the same because they are alike."""
+
+    at: tuple[Floats, ...]
 
 
 class Edge(NamedTuple):
@@ -35,18 +41,16 @@ class PricedPairs:
     def __init__(self, num_sizes: int, entries: Sequence[tuple[int, int, Priced]]) -> None:
         self._first = np.array([one[0] for one in entries], dtype=np.int64)
         self._second = np.array([one[1] for one in entries], dtype=np.int64)
-        places: dict[int, int] = {}
-        distinct: list[Priced] = []
+        places: dict[Priced, int] = {}
         length = 0
         start, shapes = [], []
         for _, _, priced in entries:
-            place = places.get(id(priced))
+            place = places.get(priced)
             if place is None:
-                place = places[id(priced)] = length
-                distinct.append(priced)
-                length += priced[0].size
+                place = places[priced] = length
+                length += priced.at[0].size
             start.append(place)
-            shapes.append(priced[0].shape)
+            shapes.append(priced.at[0].shape)
         self.length = length  # of each table
         self._rows = np.array([s[0] for s in shapes], dtype=np.int64)
         self._stride = np.array([s[1] if len(s) > 1 else 1 for s in shapes], dtype=np.int64)
@@ -54,7 +58,7 @@ class PricedPairs:
         self.start = np.array(start, dtype=np.int64)
         # By size, the seconds of all that is priced, one after the other.
         self.tables = tuple(
-            np.concatenate([priced[size].ravel() for priced in distinct] or [np.zeros(0)])
+            np.concatenate([priced.at[size].ravel() for priced in places] or [np.zeros(0)])
             for size in range(num_sizes)
         )
 
@@ -173,35 +177,29 @@ class EquationSeconds:
 
     def least(self, size: int = 0) -> Floats:
         """Return [equations] seconds that no choice can beat, without conversions."""
-        known: dict[int, float] = {}  # operators alike share their seconds
-        for _, _, priced in self.costs:
-            if id(priced) not in known:
-                known[id(priced)] = priced[size].min()
-        least = [known[id(priced)] for _, _, priced in self.costs]
+        known = {priced: priced.at[size].min() for priced in {one[2] for one in self.costs}}
+        least = [known[priced] for _, _, priced in self.costs]
         found: HostArray = np.bincount(self._at[: len(least)], least, self.count)
         return found
 
     def at_size(self, problem: ShardingProblem, size: int, times: Sequence[int]) -> ShardingProblem:
         """Return the problem that these are the seconds of with those at another size; `times`: how
         often each equation counts."""
-        counts: dict[tuple[int, int, int], int] = {}
-        priced: dict[int, Priced] = {}
+        counts: dict[tuple[int, int, Priced], int] = {}
         for at, node, seconds in self.costs:
-            key = (node, node, id(seconds))
+            key = (node, node, seconds)
             counts[key] = counts.get(key, 0) + times[at]
-            priced[id(seconds)] = seconds
         for edge in self.edges:
-            key = (edge.first, edge.second, id(edge.seconds))
+            key = (edge.first, edge.second, edge.seconds)
             counts[key] = counts.get(key, 0) + edge.times
-            priced[id(edge.seconds)] = edge.seconds
 
         def added(seconds: Priced) -> Floats:
             """Return by how much more the other size takes; what cannot be stays so."""
-            here, there = seconds[0], seconds[size]
+            here, there = seconds.at[0], seconds.at[size]
             finite = np.isfinite(here)
             return np.subtract(there, here, where=finite, out=np.zeros_like(here))
 
-        more = {number: added(seconds) for number, seconds in priced.items()}
+        more = {seconds: added(seconds) for seconds in {of for _, _, of in counts}}
         return with_added(
             problem,
             ((first, second, count * more[of]) for (first, second, of), count in counts.items()),
@@ -278,7 +276,7 @@ class EquationSeconds:
         found = []
         starts = self._start[len(self.costs) :].tolist()
         for edge, start in zip(self.edges, starts, strict=True):
-            shape, size = edge.seconds[0].shape, edge.seconds[0].size
+            shape, size = edge.seconds.at[0].shape, edge.seconds.at[0].size
             matrix = table[start : start + size].reshape(shape)
             if before[edge.home] and after[edge.position]:
                 found.append((edge.first, edge.second, matrix))

@@ -36,7 +36,7 @@ def spans_outside(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     sizes = [place.bytes for place in ordered]
     starts: list[list[int]] = [[] for _ in ordered]  # of the spans in each place, ascending
     stops: list[list[int]] = [[] for _ in ordered]
-    inside = set[int]()
+    inside = set[Span]()
     for span in sorted(spans, key=lambda one: (-one.count * one.source.bytes, one.start)):
         last = int(span.kind == KINDS.index("gradients"))
         for number in range(bisect_left(sizes, span.count * span.source.bytes), len(ordered)):
@@ -50,6 +50,6 @@ def spans_outside(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
                 continue
             starts[number].insert(after, span.start)
             stops[number].insert(after, span.stop)
-            inside.add(id(span))
+            inside.add(span)
             break
-    return [span for span in spans if id(span) not in inside]
+    return [span for span in spans if span not in inside]

@@ -47,26 +47,25 @@ _Support = Mapping[Var, float]
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def fused_traffic(
     stage: StageEqns, others: OtherSizes, platform: str = "gpu", attends: bool = False
-) -> Mapping[int, Bytes]:
-    """Return the bytes of each operator of a stage and of its bodies, by the equation's id,
-    remembered."""
+) -> Mapping[JaxprEqn, Bytes]:
+    """Return the bytes of each operator of a stage and of its bodies, remembered."""
     return traffic_of(stage, others, platform, attends)
 
 
 def traffic_of(
     stage: StageEqns, others: OtherSizes, platform: str, attends: bool
-) -> Mapping[int, Bytes]:
-    """Return the bytes of each operator of a stage and of its bodies, by the equation's id."""
+) -> Mapping[JaxprEqn, Bytes]:
+    """Return the bytes of each operator of a stage and of its bodies."""
     leaving = {*stage.kept, *stage.delayed, *stage.sent, *(new for new, _ in stage.carried)}
     if stage.num_microbatches > 1:
         leaving |= stage.accumulated
-    found: dict[int, Bytes] = {}
+    found: dict[JaxprEqn, Bytes] = {}
     _add(found, stage.eqns, leaving, others, platform != "cpu", attends)
     return found
 
 
 def _add(
-    found: dict[int, Bytes],
+    found: dict[JaxprEqn, Bytes],
     eqns: Sequence[JaxprEqn],
     leaving: Collection[Var],
     others: OtherSizes,
@@ -85,13 +84,13 @@ def _add(
                 results = [atom for atom in body.outvars if not isinstance(atom, Literal)]
                 _add(found, body.eqns, results, others, fuses, attends)
             continue
-        twins = others.eqns.get(id(eqn), ())
+        twins = others.eqns.get(eqn, ())
         if form is None or not fuses:
-            found[id(eqn)] = tuple(map(traffic_bytes, (eqn, *twins)))
+            found[eqn] = tuple(map(traffic_bytes, (eqn, *twins)))
             if scores:
                 inner = _inner_bytes(eqn, twins, scores)
-                pairs = zip(found[id(eqn)], inner, strict=True)
-                found[id(eqn)] = tuple(max(0.0, moved - kept) for moved, kept in pairs)
+                pairs = zip(found[eqn], inner, strict=True)
+                found[eqn] = tuple(max(0.0, moved - kept) for moved, kept in pairs)
             continue
         support = _support(eqn, read, supports)
         made = eqn.outvars if form == "reduced" else stored.intersection(eqn.outvars)
@@ -105,11 +104,11 @@ def _add(
                 (share, size_of[var], *_twin_bytes(var, size_of[var], others, len(twins)))
                 for var, share in (*support.items(), *((var, 1.0) for var in made))
             ]
-            found[id(eqn)] = tuple(
+            found[eqn] = tuple(
                 [sum(share * size[k] for share, *size in sizes) for k in range(1 + len(twins))]
             )
         else:
-            found[id(eqn)] = (0.0,) * (1 + len(twins))
+            found[eqn] = (0.0,) * (1 + len(twins))
 
 
 class _OwnBytes(dict[Var, float]):
@@ -160,10 +159,10 @@ def _stored(
     """Return the results of fused operators that are in memory."""
     least = _read_at_least(eqns, forms, reads, size_of)
     needed = set(leaving)
-    kernels: dict[Var, set[int]] = {}  # that read a value in their own way
+    kernels: dict[Var, set[JaxprEqn]] = {}  # that read a value in their own way
     stored: set[Var] = set()
     for eqn, form, read in zip(reversed(eqns), reversed(forms), reversed(reads), strict=True):
-        readers, held = {id(eqn)}, False
+        readers, held = {eqn}, False
         if form in ("fused", "alias"):
             readers = set().union(*(kernels.get(var, ()) for var in eqn.outvars))
             held = not needed.isdisjoint(eqn.outvars)
@@ -173,7 +172,7 @@ def _stored(
                 held = held or support + (1 + len(readers)) * size <= len(readers) * support
                 if held:
                     stored.update(eqn.outvars)
-                    readers = {id(eqn)}
+                    readers = {eqn}
         if form == "alias" and held or form is None and not reads_windows(eqn):
             needed.update(read)
         for var in read:

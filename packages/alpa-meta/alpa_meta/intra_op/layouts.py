@@ -16,6 +16,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
+from alpa_meta.intra_op.hashed_tuple import HashedTuple
 from alpa_meta.types import Floats, Ints, Remembered
 from ilp_sharding.strategies import (
     Divisibility,
@@ -100,14 +101,11 @@ class Layouts:
 
     def number(self, value: Hashable) -> int:
         """Return a number that is equal for equal values."""
-        found = self._known.numbers.setdefault(value, len(self._known.values))
-        if found == len(self._known.values):
+        found = self._known.numbers.get(value)
+        if found is None:
+            found = self._known.numbers[value] = len(self._known.values)
             self._known.values.append(value)
         return found
-
-    def value(self, number: int) -> Remembered:
-        """Return the value of a number: the first of those that are equal."""
-        return self._known.values[number]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned when `key` was first asked for on any mesh whose axes divide
@@ -153,7 +151,9 @@ class Layouts:
     def specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
         """Return the sharding specs of tensors of `shape`."""
         pattern = self.pattern(shape)
-        return self.once(("specs", pattern), lambda: sharding_specs(pattern, self._alike.mesh))
+        return self.once(
+            ("specs", pattern), lambda: self.same_tuple(sharding_specs(pattern, self._alike.mesh))
+        )
 
     def summed_specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
         """Return the sharding specs of tensors of `shape`, also of unreduced sums."""
@@ -161,7 +161,7 @@ class Layouts:
         names = [axis.name for axis in self.mesh.axes if axis.size > 1]
         return self.once(
             ("summed", pattern),
-            lambda: tuple(
+            lambda: self.same_tuple(
                 ShardingSpec(spec.dims, left)
                 for spec in self.specs(shape)
                 for count in range(len(names) + 1)
@@ -173,7 +173,10 @@ class Layouts:
     def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
         """Return all strategies of a rule, with sums left partial."""
         like = self.like(rule)
-        return self.once(("strategies", like), lambda: natural_strategies(like, self._alike.mesh))
+        return self.once(
+            ("strategies", like),
+            lambda: self.same_tuple(natural_strategies(like, self._alike.mesh)),
+        )
 
     def axis_bits(self, number: int) -> Ints:
         """Return [choices] which mesh axes specs or strategies use, by their number: a bit each."""
@@ -191,11 +194,17 @@ class Layouts:
         def make() -> Columns:
             strategies = self._known.values[number]
             return Columns(
-                tuple(map(self._same, zip(*(one.operands for one in strategies), strict=True))),
-                tuple(map(self._same, zip(*(one.results for one in strategies), strict=True))),
+                tuple(
+                    map(self.same_tuple, zip(*(one.operands for one in strategies), strict=True))
+                ),
+                tuple(map(self.same_tuple, zip(*(one.results for one in strategies), strict=True))),
             )
 
         return self.once(("columns", number), make)
+
+    def same_tuple(self, of: Iterable[T]) -> tuple[T, ...]:
+        """Return the tuple `of` specs or strategies, one object for equal ones."""
+        return self._same(HashedTuple(of))
 
     def _same(self, value: T) -> T:
         """Return one object for all equal ones."""
@@ -277,7 +286,7 @@ class Layouts:
             specs = self._known.values[number]
             follower = _Follower(self, self._alike.mesh, like, leader, passes, leaves)
             found = {spec: follower.strategy(spec) for spec in dict.fromkeys(specs)}
-            return self._same(tuple([found[spec] for spec in specs]))
+            return self.same_tuple([found[spec] for spec in specs])
 
         return self.once(("following", like, leader, number, passes, leaves), make)
 
@@ -305,7 +314,7 @@ class Layouts:
         ]
         rows, columns = np.array([pair[:2] for pair in pairs], dtype=np.int64).reshape(-1, 2).T
         steps = Repeated.of((place, pair[2]) for place, pair in enumerate(pairs))
-        return Completions(self._same(finals), rows, columns, steps)
+        return Completions(self.same_tuple(finals), rows, columns, steps)
 
     def completion_steps(self, natural: ShardingSpec, final: ShardingSpec) -> Iterator[Step]:
         """Yield what completes partial sums, from one spec to another.

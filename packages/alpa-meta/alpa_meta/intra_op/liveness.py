@@ -105,12 +105,12 @@ class Timeline:
     _num_computations: int = 1
     _again: bool = False  # parts of the forward pass are computed again
     _copied: list[tuple[Source, int]] = field(factory=list)  # state, and when it was copied
-    _replacing: dict[int, Value] = field(factory=dict)  # what replaces it, by its id
+    _replacing: dict[Source, Value] = field(factory=dict)  # what replaces it
     _zeros: dict[tuple[object, ...], Zeros] = field(factory=dict)
     _values: list[Value] = field(factory=list)
-    _of: dict[int, Value] = field(factory=dict)  # by id of the source, which the value keeps
+    _of: dict[Source, Value] = field(factory=dict)
     _orders: DimOrders = field(factory=DimOrders)
-    _copies: dict[tuple[int, Order | None], Value] = field(factory=dict)  # by id of the copied
+    _copies: dict[tuple[Value, Order | None], Value] = field(factory=dict)
 
     def advance(self, phase: str) -> None:
         """Begin the next equation."""
@@ -158,7 +158,7 @@ class Timeline:
 
     def alias(self, source: Source, of: Source) -> None:
         """Note another name of the value `of`."""
-        operand = self._of.get(id(of))
+        operand = self._of.get(of)
         if operand is not None and operand.source is not source:
             self._orders.same(source, of)
             value = self._add(source, "alias", (operand,), self.now)
@@ -168,14 +168,14 @@ class Timeline:
     def hold(self, sources: Sequence[Source]) -> None:
         """Note that values are read, by something that needs them in memory."""
         for source in sources:
-            if id(source) in self._of:
-                self._of[id(source)].reads.append(Read(self.now + 1, self.phase))
+            if source in self._of:
+                self._of[source].reads.append(Read(self.now + 1, self.phase))
 
     def hold_for_loop(self, sources: Sequence[Source], began: int) -> None:
         """Note that a loop has read values since then, copies of those that lie otherwise than
         their dims are numbered."""
         for source in sources:
-            value, order = self._of.get(id(source)), self._orders.numbered(source)
+            value, order = self._of.get(source), self._orders.numbered(source)
             if value is not None and order is not None:
                 value = self._copy(value, order, "copied", source, born=began)
                 value.reads.append(Read(began + 1, self.phase))
@@ -185,17 +185,17 @@ class Timeline:
     def leave_program(self, sources: Sequence[Source], began: int) -> None:
         """Note that values are results of a program that began at an earlier time: memory was set
         aside for them then, for each its own, other names of one value or not."""
-        taken = set[int]()
+        taken = set[Value]()
         for source in sources:
-            value = self._of.get(id(source))
+            value = self._of.get(source)
             if value is None:
                 continue
             root = value
             while root.form == "alias" and root.operands:
                 root = root.operands[0]
-            if value.form == "alias" and (root.form == "alias" or id(root) in taken):
+            if value.form == "alias" and (root.form == "alias" or root in taken):
                 value.form = "stored"
-            taken.add(id(root))
+            taken.add(root)
             value.born = min(value.born, began)
 
     def compute(
@@ -215,7 +215,7 @@ class Timeline:
         waits for its results. `permutation`: it transposes. `matrices`: how it takes its operands.
         """
         late = late and self.on_host and self.phase < 2
-        read = [self._of[id(source)] for source in operands if id(source) in self._of]
+        read = [self._of[source] for source in operands if source in self._of]
         dear = dear and self.on_host and not (len(read) == 2 and is_repeated(read[1], results[0]))
         if form == "alias":
             read = read[:1]
@@ -245,7 +245,7 @@ class Timeline:
                 # never together with the result, which is counted now
                 self._add(positions(results[0], less=1.0), "stored", (), self.now)
         fuses = form in ("fused", "alias", "reduced") or form == "windows" and not self.on_host
-        into = self._of.get(id(operands[0])) if form == "written" else None
+        into = self._of.get(operands[0]) if form == "written" else None
         replaced = form == "fused" or into is not None
         for value in read:
             inside = replaced and bool(made) and value.source.bytes == made[0].source.bytes
@@ -279,7 +279,7 @@ class Timeline:
     ) -> Value:
         """Return the copy of a value in another order, or the view of it; one for all readers. It
         is made now or at `born`."""
-        key = (id(value), order)
+        key = (value, order)
         if key not in self._copies:
             born = self.now if born is None else born
             copy = Value(source, born, self.phase, form, self.count, (value,))
@@ -307,10 +307,10 @@ class Timeline:
 
     def replace(self, source: Source, old: Source) -> None:
         """Note that a value is written over an input: it takes no memory of its own."""
-        value = self._of.get(id(source))
+        value = self._of.get(source)
         if value is not None:
             value.source = source.times(0.0)
-            self._replacing[id(old)] = value
+            self._replacing[old] = value
 
     def spans(self) -> list[Span]:
         """Return when each value that is held in memory lives, kept state apart; the timeline is
@@ -351,9 +351,9 @@ class Timeline:
                     start, stop = began, began + 1
                 found.append(Span(value.source, start, stop, kind, count))
         places = [
-            Place(source.bytes, copied + 1, self._replacing[id(source)].born)
+            Place(source.bytes, copied + 1, self._replacing[source].born)
             for source, copied in self._copied
-            if id(source) in self._replacing
+            if source in self._replacing
         ]
         for value in self._values:
             value.reads.clear()
@@ -383,42 +383,42 @@ class Timeline:
         value = Value(source, born, self.phase, form, self.count, operands, ready=born)
         value.early = not self.phase
         self._values.append(value)
-        self._of[id(source)] = value
+        self._of[source] = value
         return value
 
-    def _needed_in_memory(self) -> set[int]:
-        """Return the ids of the values that a heavy operator reads, by any name."""
-        needed: set[int] = set()
+    def _needed_in_memory(self) -> set[Value]:
+        """Return the values that a heavy operator reads, by any name."""
+        needed: set[Value] = set()
         for value in reversed(self._values):
             for read in value.reads:
-                if read.heavy or any(r.form == "alias" and id(r) in needed for r in read.results):
-                    needed.add(id(value))
+                if read.heavy or any(r.form == "alias" and r in needed for r in read.results):
+                    needed.add(value)
         return needed
 
-    def _dear(self, needed: set[int]) -> set[int]:
-        """Return the ids of the dear values that several kernels would compute: those that read
-        them, or what is computed from them and not stored."""
-        found: set[int] = set()
-        kernels: dict[int, int] = {}
+    def _dear(self, needed: set[Value]) -> set[Value]:
+        """Return the dear values that several kernels would compute: those that read them, or what
+        is computed from them and not stored."""
+        found: set[Value] = set()
+        kernels: dict[Value, int] = {}
         for value in reversed(self._values):
             count = 0
             for read in value.reads:
-                inlined = [r for r in read.results if id(r) not in needed and id(r) not in found]
-                count += max((kernels[id(r)] for r in inlined), default=1)
-            kernels[id(value)] = max(count, 1)
+                inlined = [r for r in read.results if r not in needed and r not in found]
+                count += max((kernels[r] for r in inlined), default=1)
+            kernels[value] = max(count, 1)
             if value.form == "fused" and (value.dear or len(value.operands) > 1) and count > 1:
-                kernels[id(value)] = 1
+                kernels[value] = 1
                 if value.dear:
-                    found.add(id(value))
+                    found.add(value)
         return found
 
-    def _decide(self, needed: set[int]) -> None:
+    def _decide(self, needed: set[Value]) -> None:
         """Set which values are stored."""
-        supports: dict[int, dict[int, Value]] = {}
+        supports: dict[Value, dict[Value, None]] = {}  # sets in order
         for value in self._values:
-            support: dict[int, Value] = {}
+            support: dict[Value, None] = {}
             for operand in value.operands:
-                support.update(supports[id(operand)])
+                support.update(supports[operand])
             size = value.source.bytes
             if (
                 value.form == "alias"
@@ -427,15 +427,15 @@ class Timeline:
             ):
                 value.stored = False
             elif value.form == "fused":
-                costly = sum([one.source.bytes for one in support.values()]) > REREAD * size
+                costly = sum([one.source.bytes for one in support]) > REREAD * size
                 again = len(value.reads) > 1 and costly and not (self.on_host and is_mask(value))
-                value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
+                value.stored = value in needed or again or len(support) > _MOST_OPERANDS
                 free = self.on_host and not (value.dear or costly)
                 if value.stored and free and is_unary(value):
                     compute_in_readers(value)
                 if value.stored and all(one.source.bytes != size for one in value.operands):
-                    for one in support.values():
+                    for one in support:
                         if one.source.bytes == size:
                             one.replaced_by.append(value)
                             break
-            supports[id(value)] = {id(value): value} if value.stored else support
+            supports[value] = {value: None} if value.stored else support

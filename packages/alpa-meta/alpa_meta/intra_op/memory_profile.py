@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from attrs import evolve, frozen
 
-from alpa_interchange import LogicalMesh, ShardingProblem
+from alpa_interchange import LogicalMesh, ShardingProblem, ShardingSpec
 from alpa_meta.intra_op.liveness import KINDS, Span
 from alpa_meta.types import Floats, HostArray
 
@@ -82,14 +82,14 @@ class MemoryProfile:
             -1, 1 + num_others
         )
         tables: list[list[Floats]] = [[] for _ in range(1 + num_others)]
-        places: dict[tuple[int, tuple[float, ...]], int] = {}
-        fractions: dict[int, Floats] = {}
+        places: dict[tuple[tuple[ShardingSpec, ...], tuple[float, ...]], int] = {}
+        fractions: dict[tuple[ShardingSpec, ...], Floats] = {}
         length = 0
         fixed = len(num_strategies)
         node, offset = [], []
         for span in spans:
             source = span.source
-            kept = id(source.specs)
+            kept = source.specs
             every = (source.bytes, *(source.other_bytes or num_others * (source.bytes,)))
             size = tuple([span.count * one for one in every])
             if (kept, size) not in places:
@@ -102,7 +102,7 @@ class MemoryProfile:
                 length += len(source.specs)
             offset.append(places[kept, size])
             node.append(fixed if source.node is None else source.node)
-        self.spans = tuple(spans)  # keeps the specs alive, whose ids are used above
+        self.spans = tuple(spans)
         self._tables = tuple(np.concatenate([*table, np.zeros(0)]) for table in tables)
         self._table = self._tables[0]
         self._node = np.array(node, dtype=np.int64)

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from alpa_meta.intra_op.sent_seconds import LinkParts
 
 
-Completed = tuple[tuple[ShardingSpec, ...], Floats, *tuple[Floats, ...]]
-"""Specs that sums are completed in, and [natural, completed] seconds, at each size."""
+@frozen(eq=False)
+class Completed:
+    """The specs that sums are completed in, and [natural, completed] seconds, at each size."""
+
+    finals: tuple[ShardingSpec, ...]
+    seconds: tuple[Floats, ...]
 
 
 @frozen(eq=False)
@@ -45,7 +49,6 @@ class MeshCosts:
     _matrices: dict[Hashable, Floats] = field(factory=dict, repr=False)
     _scaled: dict[Hashable, Floats] = field(factory=dict, repr=False)
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
-    _numbers: dict[int, tuple[object, int]] = field(factory=dict, repr=False)
     _collectives: dict[Hashable, float] = field(factory=dict, repr=False)
 
     def forgotten(self) -> MeshCosts:
@@ -116,9 +119,8 @@ class MeshCosts:
         return tuple(axis for axis in self.mesh.axes if axis.name in names)
 
     def only(self, strategy: Strategy) -> tuple[Strategy, ...]:
-        """Return the strategy as the only one, the same object for equal strategies."""
-        only: tuple[Strategy, ...] = self.layouts.value(self.layouts.number((strategy,)))
-        return only
+        """Return the strategy as the only one."""
+        return self.layouts.same_tuple((strategy,))
 
     def columns(self, strategies: tuple[Strategy, ...]) -> Columns:
         """Return the specs of an operator's operands and results under its strategies."""
@@ -129,15 +131,8 @@ class MeshCosts:
         return self.layouts.parts(self.number(specs))
 
     def number(self, value: Hashable) -> int:
-        """Return the number of a value (`Layouts`); objects seen before are not compared.
-
-        Hashing a tuple of fifty specs takes longer than all else that is done with it.
-        """
-        known = self._numbers.get(id(value))
-        if known is None:
-            known = (value, self.layouts.number(value))
-            self._numbers[id(value)] = known
-        return known[1]
+        """Return the number of a value (`Layouts`)."""
+        return self.layouts.number(value)
 
     def conversion(
         self,

@@ -75,13 +75,14 @@ def _seconds(builder: Builder, one: Placed, strategies: tuple[Strategy, ...]) ->
     if known is None:
         costs, rule, late, together = builder.costs, one.rule, one.late, one.together
         weights = [one.weight, *builder.weights(one.weight)]
-        known = builder.seconds[alike] = tuple(
-            [
-                times * operator_seconds(costs, own, rule, strategies, late, bytes, together)
-                for own, times, bytes in zip(
-                    (one.eqn, *one.twins), weights, one.moved, strict=False
-                )
-            ]
+        of = zip((one.eqn, *one.twins), weights, one.moved, strict=False)
+        known = builder.seconds[alike] = Priced(
+            tuple(
+                [
+                    times * operator_seconds(costs, own, rule, strategies, late, bytes, together)
+                    for own, times, bytes in of
+                ]
+            )
         )
     return known
 

@@ -19,9 +19,9 @@ from alpa_meta.operators.regions import bodies, is_region
 
 @define(eq=False)
 class OtherSizes:
-    """The twins of each equation, by its id, and of each value."""
+    """The twins of each equation and of each value."""
 
-    eqns: Mapping[int, tuple[JaxprEqn, ...]] = field(factory=dict)
+    eqns: Mapping[JaxprEqn, tuple[JaxprEqn, ...]] = field(factory=dict)
     values: Mapping[Var, tuple[Var, ...]] = field(factory=dict)
 
 
@@ -56,7 +56,7 @@ def _pair(
 ) -> None:
     assert isinstance(found.eqns, dict) and isinstance(found.values, dict)
     for eqn, *twins in zip(eqns, *others, strict=True):
-        found.eqns[id(eqn)] = tuple(twins)
+        found.eqns[eqn] = tuple(twins)
         _values(found, [*eqn.invars, *eqn.outvars], [[*t.invars, *t.outvars] for t in twins])
         if is_region(eqn):
             inner = [list(map(open_jaxpr, bodies(one))) for one in (eqn, *twins)]

@@ -104,8 +104,8 @@ def _reaching(
 
 
 def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) -> Completed:
-    """Return the specs sums can be completed in, and [natural, completed] seconds, remembered, at
-    its own size and at others.
+    """Return the specs sums can be completed in, and what that takes, remembered, at its own size
+    and at others.
 
     `allowed` sums may also stay partial; `late` ones travel in buckets.
     """
@@ -127,6 +127,5 @@ def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) ->
             matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
             matrix[found.rows, found.columns] = seconds
             matrices.append(matrix)
-        own, *others = matrices
-        known = costs.completed[key] = (found.finals, own, *others)
+        known = costs.completed[key] = Completed(found.finals, tuple(matrices))
     return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 
 from attrs import define, field, frozen
 
@@ -53,8 +53,8 @@ class PlacedEquations:
 
     stage: StageEqns
     others: OtherSizes
-    moved: dict[int, Bytes]
-    together: dict[int, int]
+    moved: Mapping[JaxprEqn, Bytes]
+    together: Mapping[JaxprEqn, int]
     late: frozenset[Var]
     partial: frozenset[Var]
     of: list[Placed | None] = field(factory=list)
@@ -79,9 +79,9 @@ class PlacedEquations:
             return None
         rule, accumulated = sharding_rule(eqn), self.stage.accumulated
         kinds = () if rule is None else [factor.kind for factor in rule.factors]
-        twins = self.others.eqns.get(id(eqn), ())
+        twins = self.others.eqns.get(eqn, ())
         sizes = [[size for _, size in facts_of(twin).results] for twin in twins]
-        moved, together = self.moved[id(eqn)], self.together.get(id(eqn), 1)
+        moved, together = self.moved[eqn], self.together.get(eqn, 1)
         waited_for = not all(is_drop(var) or var in late for var in eqn.outvars)
         in_buckets = phase == "update" or not waited_for
         ways = (
@@ -125,13 +125,13 @@ def placed_equations(
     found = PlacedEquations(
         stage,
         others,
-        dict(fused_traffic(stage, others, platform, attends)),
-        dict(sums_together(stage, is_heavy)),
+        fused_traffic(stage, others, platform, attends),
+        sums_together(stage, is_heavy),
         late_values(stage, is_heavy),
         may_stay_partial(stage),
     )
     for eqn, phase, key in zip(stage.eqns, stage.phases, stage.keys, strict=True):
-        own = key if key is not None else ("eqn", id(eqn))
+        own = key if key is not None else ("eqn", eqn)
         weight = 1.0 if phase == "update" else float(stage.num_microbatches)
         found.of.append(found.place(eqn, own, weight, phase, found.late, found.partial))
     return found

@@ -105,7 +105,7 @@ class SentSeconds:
 
     costs: MeshCosts
     _entries: list[_Entry] = field(factory=list)
-    _shares: dict[tuple[int, int, int, int], Array | None] = field(factory=dict)
+    _shares: dict[tuple[Priced, int, int, int], Array | None] = field(factory=dict)
 
     def conversion(
         self,
@@ -184,9 +184,9 @@ class SentSeconds:
         """Return the parts of an entry of `value` seconds under a choice, remembered."""
         _, first, second, priced, sends = self._entries[number]
         one, two = int(choice[first]), int(choice[second])
-        key = (id(priced), one, two, size)
+        key = (priced, one, two, size)
         if key not in self._shares:
-            scaled = None if priced[0].ndim == 1 else value
+            scaled = None if priced.at[0].ndim == 1 else value
             self._shares[key] = self._share(sends(one, two, size), scaled)
         share = self._shares[key]
         return np.zeros((len(self.costs.mesh.axes), 2)) if share is None else share
@@ -199,7 +199,7 @@ class SentSeconds:
     @functools.cached_property
     def _priced(self) -> PricedPairs:
         """The seconds of all entries, which are complete once the problem is built."""
-        num_sizes = len(self._entries[0][3]) if self._entries else 1
+        num_sizes = len(self._entries[0][3].at) if self._entries else 1
         return PricedPairs(num_sizes, [(first, two, p) for _, first, two, p, _ in self._entries])
 
     def _share(self, sends: Iterator[Sends], seconds: float | None) -> Array | None:

@@ -9,6 +9,7 @@ from attrs import define, evolve, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_drop
+from alpa_meta.intra_op.hashed_tuple import HashedTuple
 from alpa_meta.pinning import Pin
 from alpa_meta.spmd import stacked
 
@@ -29,7 +30,7 @@ class Source:
 
     def stacked(self, length: int) -> Source:
         """Return the source of `length` of these values stacked along a new leading dim."""
-        specs = tuple(map(stacked, self.specs))
+        specs = HashedTuple(map(stacked, self.specs))
         return evolve(self.times(length), specs=specs, shape=(length, *self.shape))
 
     def times(self, factor: float) -> Source:

@@ -397,8 +397,8 @@ class _Walk:
         else:
             given = given[1:]
         pairs = list(zip(writer.eqns, of_eqn, strict=True))
-        live = {id(e) for e in live_eqns(writer.eqns, [*outvars, *totals.values()])}
-        pairs = [(eqn, phase) for eqn, phase in pairs if id(eqn) in live]
+        live = {*live_eqns(writer.eqns, [*outvars, *totals.values()])}
+        pairs = [(eqn, phase) for eqn, phase in pairs if eqn in live]
         flat = jaxpr_of(
             self.jaxpr,
             list(self.jaxpr.constvars),

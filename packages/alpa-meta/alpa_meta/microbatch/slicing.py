@@ -33,6 +33,7 @@ from alpa_meta.compat import (
     shape_of,
 )
 from alpa_meta.errors import PlanError
+from alpa_meta.identity import Identity
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement, runs_over_examples
 from alpa_meta.microbatch.gathering import gathered
@@ -120,8 +121,7 @@ class Writer:
         same = ("replicated", "extreme", "own")
         if wanted.kind in same or source.zero and wanted.kind == "sum":
             return held
-        own = held if isinstance(held, Var) else id(held)
-        key = (self.phase, own, evolve(wanted, zero=False))
+        key = (self.phase, Identity(held), evolve(wanted, zero=False))
         if key not in self._converted:
             self._converted[key] = self._convert(held, wanted)
         return self._converted[key]

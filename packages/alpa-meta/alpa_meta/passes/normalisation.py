@@ -93,8 +93,8 @@ def with_constants_in_update(program: FlatProgram) -> FlatProgram:
 def _live(program: FlatProgram) -> FlatProgram:
     """Return a program without the equations that nobody needs."""
     jaxpr = open_jaxpr(program.closed)
-    live = {id(eqn) for eqn in live_eqns(jaxpr.eqns, [*jaxpr.outvars, *program.needed])}
-    pairs = [(e, p) for e, p in zip(jaxpr.eqns, program.phases, strict=True) if id(e) in live]
+    live = {*live_eqns(jaxpr.eqns, [*jaxpr.outvars, *program.needed])}
+    pairs = [(e, p) for e, p in zip(jaxpr.eqns, program.phases, strict=True) if e in live]
     kept = jaxpr.replace(eqns=[eqn for eqn, _ in pairs])
     phases = tuple(phase for _, phase in pairs)
     return evolve(program, closed=ClosedJaxpr(kept, consts(program.closed)), phases=phases)

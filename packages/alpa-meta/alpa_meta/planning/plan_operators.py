@@ -102,7 +102,7 @@ class _Search:
         if spec is None:
             self._unsaid.setdefault(source.node, name)
             return
-        key = (id(source.specs), spec)
+        key = (source.specs, spec)
         if key not in self._agreeing:
             self._agreeing[key] = np.array([one == spec for one in source.specs])
         self._keep(source.node, self._agreeing[key], name, f"sharded as {spec}")
@@ -125,7 +125,7 @@ class _Search:
                 self.keep_spec(source, name, spec)
             return
         completed = record.completed is not None
-        key = (id(record.strategies), wanted, completed)
+        key = (record.strategies, wanted, completed)
         if key not in self._agreeing:
             self._agreeing[key] = _agreeing(record.strategies, wanted, completed)
         self._keep(record.node, self._agreeing[key], name, _described(wanted))

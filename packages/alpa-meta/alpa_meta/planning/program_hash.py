@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_meta.compat import ClosedJaxpr, Jaxpr, Literal, Var, closed, consts, name_stack
+from alpa_meta.identity import Identity
 from alpa_meta.types import PyTree
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
@@ -42,14 +43,13 @@ class _Hasher:
     def __init__(self, values: bool) -> None:
         self._values = values
         self._types: Callable[[object], str] = functools.cache(_type)
-        self._known: dict[int, tuple[object, str]] = {}  # the jaxprs are held, so ids stay theirs
-        self._functions: dict[int, tuple[object, str]] = {}
+        self._known: dict[ClosedJaxpr | Jaxpr, str] = {}
+        self._functions: dict[Identity, str] = {}
 
     def jaxpr(self, program: ClosedJaxpr | Jaxpr) -> str:
-        known = self._known.get(id(program))
-        if known is None:
-            known = self._known[id(program)] = (program, self._hashed(program))
-        return known[1]
+        if program not in self._known:
+            self._known[program] = self._hashed(program)
+        return self._known[program]
 
     def _hashed(self, program: ClosedJaxpr | Jaxpr) -> str:
         whole = closed(program)
@@ -121,11 +121,12 @@ class _Hasher:
         code = getattr(value, "__code__", None) if self._values else None
         if code is None:
             return name
-        if id(value) not in self._functions:
-            self._functions[id(value)] = (value, name)
+        key = Identity(value)
+        if key not in self._functions:
+            self._functions[key] = name
             inside = self.part((code, _closure(value)), depth + 1)
-            self._functions[id(value)] = (value, f"{name} {inside}")
-        return self._functions[id(value)][1]
+            self._functions[key] = f"{name} {inside}"
+        return self._functions[key]
 
 
 def _closure(function: PyTree) -> list[object]:

@@ -98,14 +98,14 @@ def plan_by_ranges(
     searches: list[_Search] = []
     missing: list[_Missing] = []
     outlooks = []
-    divided: set[int] = set()  # outlooks with whole scans beside one with scans in pieces
+    divided: set[Outlook] = set()  # those with whole scans beside one with scans in pieces
     for number, count in enumerate(counts):
         options.progress("trace", number, len(counts))
         outlooks.append(outlook_of(step.program(count), options, cluster))
         if may_cut(count, cluster, options):
             pieces = outlook_in_pieces(step.program(count), options, cluster)
             if pieces is not None:
-                divided.add(id(outlooks[-1][0]))
+                divided.add(outlooks[-1][0])
                 outlooks.append(pieces)
     options.progress("trace", len(counts), len(counts))
     most = max((outlook for outlook, _ in outlooks), key=lambda outlook: outlook.num_layers)
@@ -114,14 +114,14 @@ def plan_by_ranges(
         (outlook, work)
         for outlook, _ in outlooks
         for work in meshes_to_plan(outlook, model, options, on_parts)
-        if work[2] or id(outlook) not in divided  # its stages are cut from the program in pieces
+        if work[2] or outlook not in divided  # its stages are cut from the program in pieces
         if not work[2] or outlook.cut is None
         if work[2] or outlook.num_layers > 1  # else there is nothing to be cut
     ]
     axes = pinned_axes(outlooks[0][0].program, options.pins, [mesh for _, (_, mesh, _) in jobs])
     jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs
     unfit: UnfitPinError | None = None
-    solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
+    solved: dict[Outlook, list[MeshSolution]] = {outlook: [] for outlook, _ in outlooks}
     whole_fits: set[SubmeshSpec] = set()
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
         options.progress("plan", number, len(jobs) + 1)
@@ -133,15 +133,15 @@ def plan_by_ranges(
         except UnfitPinError as error:
             unfit = error
             continue
-        solved[id(outlook)] += found
+        solved[outlook] += found
         whole_fits |= {submesh} if whole and found else set()
         if lacking:
             count = outlook.program.num_microbatches
             missing.append(_Missing(lacking, count, mesh.shape if whole else None))
     for outlook, layering in outlooks:
-        if solved[id(outlook)]:
+        if solved[outlook]:
             searches.append(
-                _search(outlook, layering, tuple(solved[id(outlook)]), model, cluster, options)
+                _search(outlook, layering, tuple(solved[outlook]), model, cluster, options)
             )
     if unfit is not None and not searches:
         raise unfit

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import frozen
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import Atom, JaxprEqn, Literal, dtype_of, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of
 from alpa_meta.operators import operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.elementwise import is_elementwise
 
@@ -63,20 +63,21 @@ def alike(one: tuple[Scope, Atom, Labels], two: tuple[Scope, Atom, Labels]) -> b
 
 def _is_same(scope: Scope, one: Atom, two: Atom) -> bool:
     """Return whether two values are one, or made by the same operators of the same values."""
-    pending, seen = [(one, two)], set()
+    pending, seen = [(one, two)], set[tuple[Var, Var]]()
     while pending:
         first, second = pending.pop()
-        if first is second or (id(first), id(second)) in seen:
+        if first is second:
             continue
-        seen.add((id(first), id(second)))
         if isinstance(first, Literal) and isinstance(second, Literal):
             if first.aval != second.aval or not np.array_equal(first.val, second.val):
                 return False
             continue
-        eqn, alike = (
-            None if isinstance(atom, Literal) else scope.producer.get(atom)
-            for atom in (first, second)
-        )
+        if isinstance(first, Literal) or isinstance(second, Literal):
+            return False
+        if (first, second) in seen:
+            continue
+        seen.add((first, second))
+        eqn, alike = scope.producer.get(first), scope.producer.get(second)
         if eqn is None or alike is None:
             return False
         if eqn.effects or operator_signature(eqn) != operator_signature(alike):

@@ -228,10 +228,10 @@ def _later(
         if not found.value(var).in_parts:
             continue
         if num_consts <= k < first:
-            key, live = ("carry", id(eqn), k), k - num_consts in low
+            key, live = ("carry", eqn, k), k - num_consts in low
             given[var] = linear(unknowns.of(key, var, steady=True, live=live))
         elif k < first:
-            given[var] = linear(unknowns.of(("given", id(atom)), var, steady=True))
+            given[var] = linear(unknowns.of(("given", atom), var, steady=True))
         else:
             given[var] = _piece(unknowns, eqn, k, operands[k])
     handed_on = jaxpr.outvars[:num_carry] if sweep == BEFORE else None
@@ -252,7 +252,7 @@ def _piece(unknowns: Unknowns, eqn: JaxprEqn, number: int, value: Value) -> Line
     if value.rest is not None and KEY in kinds(value.layout[:1]):
         return Linear(value.rest)
     atom = eqn.invars[number]
-    return linear(unknowns.of(("block", id(eqn), number), atom))
+    return linear(unknowns.of(("block", eqn, number), atom))
 
 
 def _as_read(found: Analysis, atom: Atom, value: Value) -> Value:

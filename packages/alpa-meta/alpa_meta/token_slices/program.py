@@ -137,8 +137,8 @@ def in_slices(
     writer.write()
     writer.sweep = 2
     outvars = [writer.full(atom) for atom in [*jaxpr.outvars, *needed]][: len(jaxpr.outvars)]
-    live = {id(e) for e in live_eqns([w.eqn for w in writer.written], [*outvars, *needed])}
-    written = [one for one in writer.written if id(one.eqn) in live]
+    live = {*live_eqns([w.eqn for w in writer.written], [*outvars, *needed])}
+    written = [one for one in writer.written if one.eqn in live]
     made = jaxpr_of(
         jaxpr, list(jaxpr.constvars), jaxpr.invars, outvars, [one.eqn for one in written]
     )

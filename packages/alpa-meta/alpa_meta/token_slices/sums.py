@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
+from alpa_meta.identity import Identity
 from alpa_meta.token_slices.places import whole
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def addend(writer: Writer, atom: Atom, number: int) -> Atom:
         writer.compute("zeros", jnp.zeros_like, [held], [zero], number)
         return zero
 
-    return writer.once(("zero", id(atom), writer.sweep, number), zeros)
+    return writer.once(("zero", Identity(atom), writer.sweep, number), zeros)
 
 
 def write_of_parts(writer: Writer, eqn: JaxprEqn, group: Sequence[int], number: int) -> None:

@@ -253,7 +253,7 @@ class Writer:
         """Return what a slice holds of a value that is whole along the dims of `layout`."""
         ahead = held in self.batch  # by the first slice for all: others are alike but for the place
         sweep, writer = (BEFORE, 0) if ahead else (self.sweep, number)
-        key = held if isinstance(held, Var) else id(held), layout, number, sweep
+        key = held, layout, number, sweep
         if key not in self._converted:
             aval = array_type(held)
             shape = self.slices.shape(aval.shape, layout, number)

@@ -61,9 +61,9 @@ def test_recomputation_waits_for_the_weight_gradients_behind_it(step, options):
     gradients = [atom for one in waited for atom in one]
     assert len(gradients) == len(WEIGHTS) - 1  # nothing recomputes behind the first layer's
     assert all(made[atom].primitive.name in ("dot_general", "remat2") for atom in gradients)
-    read = {id(atom) for eqn in eqns for atom in eqn.invars}
+    read = {atom for eqn in eqns for atom in eqn.invars if not hasattr(atom, "val")}
     for barrier in barriers:  # XLA drops what nothing reads
-        assert all(id(var) in read for var in barrier.outvars if var.aval.shape == (8, 8))
+        assert all(var in read for var in barrier.outvars if var.aval.shape == (8, 8))
 
 
 @pytest.mark.parametrize(("step", "options"), STEPS)

@@ -79,7 +79,7 @@ def test_sums_at_the_same_depth_are_sent_together_and_no_others():
     jaxpr = open_jaxpr(jax.make_jaxpr(forward)(jnp.ones((4, 4))))
     _, found = stage(forward, ["forward"] * len(jaxpr.eqns), jnp.ones((4, 4)))
     together = sums_together(found, lambda eqn: eqn.primitive.name == "dot_general")
-    counts = [(eqn.primitive.name, together[id(eqn)]) for eqn in found.eqns if id(eqn) in together]
+    counts = [(eqn.primitive.name, together[eqn]) for eqn in found.eqns if eqn in together]
     assert sorted(counts) == [
         ("reduce_max", 1),
         ("reduce_sum", 1),

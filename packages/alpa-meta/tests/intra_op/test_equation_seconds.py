@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds
+from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
 from ilp_sharding.strategies import ProblemBuilder
 
 COUNT, SIZES, STRATEGIES = 6, 2, (1, 3, 2, 4)
@@ -15,7 +15,7 @@ def random_seconds(seed):
     random = np.random.default_rng(seed)
 
     def priced(*shape):
-        return tuple(random.random(shape) for _ in range(SIZES))
+        return Priced(tuple(random.random(shape) for _ in range(SIZES)))
 
     pairs = [(1, 2), (3, 2), (1, 3), (2, 2)]
     alike = {(a, b): priced(STRATEGIES[a], STRATEGIES[b]) for a, b in pairs}
@@ -23,7 +23,7 @@ def random_seconds(seed):
     for position in range(COUNT):
         for (first, second), seconds in alike.items():
             if random.random() < 0.5:
-                seconds = seconds if random.random() < 0.5 else priced(*seconds[0].shape)
+                seconds = seconds if random.random() < 0.5 else priced(*seconds.at[0].shape)
                 home, times = int(random.integers(COUNT)), int(random.integers(1, 4))
                 edges.append(Edge(position, home, first, second, times, seconds))
     nodes = [int(random.integers(len(STRATEGIES))) for _ in range(COUNT)]
@@ -76,18 +76,18 @@ def test_a_problem_at_another_size_has_the_seconds_of_that_size(seed):
     random = np.random.default_rng(seed)
     times = random.integers(1, 4, COUNT).tolist()
     for _, _, priced in seconds.costs:  # strategies that cannot be, here or at the other size
-        priced[0][random.random(len(priced[0])) < 0.1] = np.inf
-        priced[1][random.random(len(priced[1])) < 0.1] = np.inf
-        priced[1][np.isinf(priced[0])] = np.inf
+        priced.at[0][random.random(len(priced.at[0])) < 0.1] = np.inf
+        priced.at[1][random.random(len(priced.at[1])) < 0.1] = np.inf
+        priced.at[1][np.isinf(priced.at[0])] = np.inf
 
     def problem_at(size):
         problem = ProblemBuilder()
         for number, count in enumerate(STRATEGIES):
             problem.node(number, str(number), [""] * count)
         for position, node, priced in seconds.costs:
-            problem.add_cost(node, times[position] * priced[size])
+            problem.add_cost(node, times[position] * priced.at[size])
         for edge in seconds.edges:
-            problem.add_edge(edge.first, edge.second, edge.times * edge.seconds[size])
+            problem.add_edge(edge.first, edge.second, edge.times * edge.seconds.at[size])
         return problem.build("whole")
 
     expected = problem_at(1)
@@ -104,14 +104,14 @@ def test_a_part_is_the_problem_of_its_equations_one_by_one(seed, shares):
     table = seconds.tables[1].copy()
     table[random.random(len(table)) < 0.1] = np.inf
     inside = random.random(COUNT) < 0.7
-    known: dict[int, np.ndarray] = {}
+    known: dict[Priced, np.ndarray] = {}
     start = 0
     for group in (seconds.costs, seconds.edges):
         for one in group:
             priced = one[-1]
-            if id(priced) not in known:
-                known[id(priced)] = table[start : start + priced[0].size].reshape(priced[0].shape)
-                start += priced[0].size
+            if priced not in known:
+                known[priced] = table[start : start + priced.at[0].size].reshape(priced.at[0].shape)
+                start += priced.at[0].size
     problem = ProblemBuilder()
 
     def node(number):
@@ -119,7 +119,7 @@ def test_a_part_is_the_problem_of_its_equations_one_by_one(seed, shares):
 
     def counted(position, priced):
         share = 1.0 if shares is None else shares[position]
-        own = known[id(priced)]
+        own = known[priced]
         return share * np.where(np.isinf(own), 0.0, own) + np.where(np.isinf(own), np.inf, 0.0)
 
     for position, number, priced in seconds.costs:

@@ -85,20 +85,22 @@ def test_sums_leave_a_body_through_outputs_that_nothing_in_it_reads():
 
 def test_sums_are_completed_unless_they_may_stay():
     costs = MeshCosts(MESH, MODEL)
-    finals, seconds, *_ = completions(costs, SUMS, allowed=False, late=False)
+    found = completions(costs, SUMS, allowed=False, late=False)
+    finals, seconds = found.finals, found.seconds[0]
     assert not any(spec.partial for spec in finals)
     whole = seconds[0, finals.index(ShardingSpec(((), ())))]
     assert whole == pytest.approx(costs.collective_seconds("all-reduce", 256.0, ("y",)))
     scattered = seconds[0, finals.index(ShardingSpec((("y",), ())))]
     assert scattered < whole
-    staying, free, *_ = completions(costs, SUMS, allowed=True, late=False)
-    assert free[0, staying.index(PARTIAL)] == 0.0
+    staying = completions(costs, SUMS, allowed=True, late=False)
+    assert staying.seconds[0][0, staying.finals.index(PARTIAL)] == 0.0
 
 
 def test_sums_in_buckets_cost_their_share():
     costs = MeshCosts(MESH, MODEL)
-    _, alone, *_ = completions(costs, SUMS, allowed=False, late=False)
-    finals, shared, *_ = completions(costs, SUMS, allowed=False, late=True)
+    alone = completions(costs, SUMS, allowed=False, late=False).seconds[0]
+    found = completions(costs, SUMS, allowed=False, late=True)
+    finals, shared = found.finals, found.seconds[0]
     assert np.all(shared <= alone)
     share = costs.bucket_share_seconds("all-reduce", 256.0, ("y",))
     assert shared[0, finals.index(ShardingSpec(((), ())))] == pytest.approx(share)

@@ -203,8 +203,8 @@ class _Loop:
         """Return whether a carry that comes back as it is has to stay."""
         var, _, _, out = row
         read = any(atom is var for one in self.eqns for atom in one.invars)
-        made = {id(v) for one in self.body.after for v in one.outvars}
-        return read or id(out) not in made
+        made = {v for one in self.body.after for v in one.outvars}
+        return read or out not in made
 
     def _terms(self, made: Atom, readers: Counter[Var]) -> tuple[list[Atom], list[JaxprEqn]]:
         """Return what is added up to a result, and the sums, those made last first."""
