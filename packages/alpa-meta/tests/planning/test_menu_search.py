@@ -151,7 +151,7 @@ def test_the_menu_knows_what_one_program_on_all_devices_holds():
 def test_one_stage_is_searched_with_more_memory_where_it_is_short():
     free, _ = _search_of_gpt()
     assert free.within_more() is None
-    memory = 0.5 * max(free.plan.device_bytes)
+    memory = 0.4 * max(free.plan.device_bytes)
     short, _ = _search_of_gpt(memory=memory)
     more = short.within_more()
     assert more is not None
