@@ -113,7 +113,8 @@ def stage_scope(
     returned = received - staging.made_forward
     ahead, waiting = _received_early(staging, stage, received, early) if early else (0, 0)
     kept_late = kept_for_weights(eqns, phases, later or ())
-    kept_late |= returned.intersection(a for k in later or () for a in eqns[k].invars)
+    read_late = {a for k in later or () for a in eqns[k].invars if not isinstance(a, Literal)}
+    kept_late |= returned & read_late
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
