@@ -222,12 +222,11 @@ def finish(
         lower_bound=bound,
         peak_bytes=tuple(peaks),
     )
-    for placed, needed, told in zip(
-        stages, exact.device_bytes, stage_plan.device_bytes, strict=True
-    ):
+    rows = stage_plan.device_bytes  # () of random plans, which keep to no limit
+    for placed, needed, predicted in zip(stages, exact.device_bytes, rows, strict=False):
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         if needed > memory_limit * (1 + 1e-9):  # stages of one mesh, each with other transients
-            return Lacking(needed - memory_limit, needed - min(told, memory_limit))
+            return Lacking(needed - memory_limit, needed - min(predicted, memory_limit))
     tasks = build_tasks(program, staging)
     plan = ParallelPlan(
         program=program_summary(program, step),
