@@ -18,13 +18,15 @@ from stage_dp.joint_chain import Scored, StageChoice, rows_by_limit, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_links import Links
 from stage_dp.joint_sweep import Sweep
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, Array
 from stage_dp.schedules import ScheduleRule
 
 MAX_SWEEPS = 6  # per search over limits
 # Beyond the best plan, of pipelines that are kept to be made better by small changes. With 0.2 % a
-# perceptron of 4 layers on 16 V100 missed a plan that is 3 % faster.
-NEAR = 0.1
+# perceptron of 4 layers on 16 V100 missed a plan that is 3 % faster. Few layers change more: with
+# 10 % one of 8 with 69 MB each missed a plan that is 5 % faster, made of one 20 % beyond the best,
+# in 2.5 instead of 2.8 CPU s.
+NEAR, NEAR_OF_FEW = 0.1, 0.25
 # Share of the step that a stage's update takes, from which pipelines are also looked for whose
 # stages take at most a part of that. The objective adds updates to the work of their own stages,
 # while all stages end with the slowest one: Wide-ResNet-13B on 64 V100 had one of 11 %, and was
@@ -58,6 +60,7 @@ class Guide:
         self.crossing, self.final, self.rules = crossing, final, rules
         self.all_held = held_by_place(rule, costs.table.num_microbatches, most)
         self.delayed = rule.least_delayed
+        self.near = 1 + (NEAR if costs.space.num_layers > FEW_LAYERS else NEAR_OF_FEW)
         self.most = most if final else min(most, LEVELS)
         self.open_ended = self.most < most
         self.held = self.all_held[: self.most]
@@ -102,9 +105,9 @@ class Guide:
         best: dict[str, Scored] = {}
         longest = math.inf  # that an update may take
         for number in range(rounds):
-            found = self._least(limit * (1 + NEAR))
+            found = self._least(limit * self.near)
             if longest < math.inf:
-                found += self._least(limit * (1 + NEAR), longest)
+                found += self._least(limit * self.near, longest)
             if not found:
                 break
             new = False
@@ -119,7 +122,7 @@ class Guide:
                     self.costs.table,
                     self.links,
                     quick=True,
-                    limit=min(known, limit * (1 + NEAR)),
+                    limit=min(known, limit * self.near),
                 )
                 if scored is not None and scored.step_seconds < known:
                     best[rule.name] = scored
@@ -133,7 +136,7 @@ class Guide:
                 break
             if not self.binding and number == 0 and self._starved(found[0]):
                 self.binding = True
-                self._start(limit * (1 + NEAR))
+                self._start(limit * self.near)
                 for chain in found:
                     self._solve(chain)
         return best

@@ -59,6 +59,12 @@ class Staging:
         return {var: stage for eqn, stage in pairs for var in eqn.outvars if not is_drop(var)}
 
     @functools.cached_property
+    def made_forward(self) -> frozenset[Var]:
+        """The values that forward passes make."""
+        pairs = zip(self.eqns, self.phases, strict=True)
+        return frozenset(var for eqn, phase in pairs if phase == "forward" for var in eqn.outvars)
+
+    @functools.cached_property
     def readers(self) -> Mapping[Var, set[int]]:
         """The stages that read each value."""
         found: dict[Var, set[int]] = {}

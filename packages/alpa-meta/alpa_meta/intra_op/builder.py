@@ -70,7 +70,7 @@ class Builder:
         self._choices: dict[int, tuple[ShardingSpec, ...] | tuple[Strategy, ...]] = {}
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
         # What other microbatches keep too, those in flight or those delayed; and the count.
-        self._of_others: list[tuple[Source, bool, int]] = []
+        self._of_others: list[tuple[Source, str, int]] = []
         self._copies: list[Copy] = []
         self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(bool(stage.kept), costs.platform == "cpu", stage.is_whole_step)
@@ -159,7 +159,10 @@ class Builder:
                     self.timeline.store_copy(source)
         elif var in self.stage.received:
             self.timeline.store(source)
-            self._of_others.append((source, False, self._times))
+            by = "returned" if var in self.stage.returned else "received"
+            self._of_others.append((source, by, self._times))
+            if var in self.stage.delayed:
+                self._of_others.append((source, "delayed", self._times))
         if pinned is not None:
             self._pin(source, pinned)
 
@@ -279,10 +282,10 @@ class Builder:
             self._pin(source, stage.pins[var])
         if var in stage.kept:
             self.timeline.hold([source])
-            self._of_others.append((source, False, self._times))
+            self._of_others.append((source, "kept", self._times))
         if var in stage.delayed:
             self.timeline.hold([source])
-            self._of_others.append((source, True, self._times))
+            self._of_others.append((source, "delayed", self._times))
         if var in stage.accumulated and stage.num_microbatches > 1:
             size = max(source.bytes, 4.0 * math.prod(source.shape))
             widened = source.times(size / max(source.bytes, 1.0))

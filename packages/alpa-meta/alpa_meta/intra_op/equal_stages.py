@@ -16,7 +16,8 @@ from alpa_meta.operators import operator_signature
 from cost_model import CostModel
 
 _SETS = (
-    "state", "kept", "accumulated", "joined", "received", "sent", "delayed", "offloaded",
+    "state", "kept", "accumulated", "joined", "received", "returned", "sent", "delayed",
+    "offloaded",
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ class Stages:
             names = _names(known.stage, stage) if same_mesh else None
             if names is not None:
                 sources = {names.get(atom, atom): source for atom, source in known.sources.items()}
-                memory = known.spans.profile(stage.in_flight, stage.num_delayed)
+                memory = known.spans.profile(stage)
                 problem = evolve(known.problem, name=name)
                 return evolve(known, problem=problem, sources=sources, stage=stage, memory=memory)
         found = build(stage, costs, name)

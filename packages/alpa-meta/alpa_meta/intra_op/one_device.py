@@ -28,7 +28,7 @@ def memory_on_one_device(stage: StageEqns, costs: MeshCosts) -> OneDevice:
     """Return the memory of a stage on a mesh of one device."""
     builder = _WholeValues(costs, stage, ())
     builder.eqns()
-    memory = builder.spans((1,)).profile(stage.in_flight, stage.num_delayed)
+    memory = builder.spans((1,)).profile(stage)
     return OneDevice(memory, tuple(builder.times))
 
 

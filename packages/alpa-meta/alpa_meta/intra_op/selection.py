@@ -89,7 +89,7 @@ def build(
         builder.traffic,
         builder.sent,
         spans,
-        spans.profile(stage.in_flight, stage.num_delayed),
+        spans.profile(stage),
         tuple(builder.times),
         builder.classes(problem.edge_cost.size),
     )

@@ -73,8 +73,10 @@ class StageEqns:
     live on the devices, but for `offloaded` ones, which come for the update; `carried` pairs each
     new state value with the input it replaces. `kept` are the values that the forward pass leaves
     for the backward pass as results of a program of its own, once per microbatch of the
-    `in_flight`; `received` are inputs from other stages, `sent` results for them. `times` and
-    `reads` are those of a `Window`; without them everything counts once.
+    `in_flight`; `received` are inputs from other stages, `sent` results for them. Of what is
+    received, `returned` (cotangents) is there for `num_waiting` microbatches beside the one that
+    runs, the rest for all in flight and `num_ahead` to come. `times` and `reads` are those of a
+    `Window`; without them everything counts once.
     Of what leaves the microbatches (`accumulated`), `joined` has an entry for each example: nothing
     adds up its parts, so that it leaves complete.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
@@ -92,6 +94,9 @@ class StageEqns:
     num_microbatches: int
     in_flight: int = 1
     received: frozenset[Var] = frozenset()
+    returned: frozenset[Var] = frozenset()
+    num_ahead: int = 0
+    num_waiting: int = 0
     sent: frozenset[Var] = frozenset()
     pins: Mapping[Var, Pin] = field(factory=dict)
     times: Sequence[int] = ()

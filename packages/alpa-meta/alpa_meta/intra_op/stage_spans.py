@@ -9,7 +9,7 @@ from attrs import frozen
 from alpa_interchange import LogicalMesh
 from alpa_meta.intra_op.liveness import KINDS, Span
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
-from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.intra_op.stage_problem import Source, StageEqns
 
 
 @frozen(eq=False)
@@ -17,12 +17,13 @@ class StageSpans:
     """The values of a stage on one mesh and when they live.
 
     `constants` are there all the time: their kind, and how often they count. `of_others` are kept
-    by every other microbatch too: by those that wait for their backward by weight, or by those in
-    flight.
+    by every other microbatch too: by those in flight ("kept"), by these and those that are to come
+    ("received"), by those that wait for their backward ("returned") or for the part of it by weight
+    ("delayed").
     """
 
     constants: Sequence[tuple[Source, int, int]]
-    of_others: Sequence[tuple[Source, bool, int]]
+    of_others: Sequence[tuple[Source, str, int]]
     spans: Sequence[Span]
     copies: Sequence[Copy]
     mesh: LogicalMesh
@@ -30,14 +31,19 @@ class StageSpans:
     num_times: int
     num_others: int  # other sizes at which bytes are known
 
-    def profile(self, in_flight: int, num_delayed: int) -> MemoryProfile:
-        """Return the memory with so many microbatches in flight, of which some are delayed."""
+    def profile(self, stage: StageEqns) -> MemoryProfile:
+        """Return the memory with the microbatches in flight of a stage like its own."""
+        others = {
+            "kept": stage.in_flight - 1,
+            "received": stage.in_flight - 1 + stage.num_ahead,
+            "returned": stage.num_waiting,
+            "delayed": stage.num_delayed,
+        }
         kind, times = KINDS.index("activations"), self.num_times
         held = [Span(source, 0, times, of, count) for source, of, count in self.constants]
-        for source, delayed, count in self.of_others:
-            others = num_delayed if delayed else in_flight - 1
-            if others > 0:
-                held.append(Span(source.times(others), 0, times, kind, count))
+        for source, by, count in self.of_others:
+            if others[by] > 0:
+                held.append(Span(source.times(others[by]), 0, times, kind, count))
         return MemoryProfile(
             [*held, *self.spans],
             self.copies,

@@ -104,21 +104,29 @@ def stage_selection(
     program: Program,
     staging: Staging,
     stage: int,
-    candidate: StageCandidate,
-    in_flight: int,
+    stage_plan: StagePlan,
     model: CostModel,
     options: Options,
     built: Stages,
 ) -> tuple[StageScope, Selection]:
     """Return the scope of a stage and its selection problem, that of an equal one `built`
     before."""
+    candidate, in_flight = stage_plan.stages[stage].candidate, stage_plan.in_flight[stage]
+    early = stage_dp.SCHEDULE_RULES[stage_plan.schedule].receives_early
     pins = input_pins(program, candidate.logical, options)
     num_delayed = 0
     if staging.by_weight is not None:
         num_delayed = in_flight - min(program.num_microbatches, staging.num_stages - stage)
     slices = slice_numbers(program, staging) if staging.num_stages > 1 else ()
     scope = stage_scope(
-        program, staging, stage, in_flight, pins, num_delayed=num_delayed, slices=slices
+        program,
+        staging,
+        stage,
+        in_flight,
+        pins,
+        num_delayed=num_delayed,
+        slices=slices,
+        early=stage_plan.in_flight if early else (),
     )
     costs = built.costs(candidate.logical, model, candidate.submesh.host_group)
     return scope, built.build(scope.eqns, costs, f"stage {stage}")
@@ -154,7 +162,8 @@ def finish(
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
     program, staging = chosen_stages(outlook, layering, cuts, stage_plan)
     names = StageNames(staging, program.jaxpr.constvars)
-    selections, shardings, stages = [], [], []
+    selections, shardings = [], []
+    stages: list[PlacedStage] = []
     peaks: list[float] = []
     solved: dict[str, tuple[ShardingSolution, int]] = {}  # with the microbatches in flight
     built = Stages()
@@ -162,10 +171,10 @@ def finish(
         options.progress("stages", stage, len(stage_plan.stages))
         in_flight = stage_plan.in_flight[stage]
         scope, selection = stage_selection(
-            program, staging, stage, placed.candidate, in_flight, model, options, built
+            program, staging, stage, stage_plan, model, options, built
         )
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
-        limit = _limit(stage_plan, stage, memory_limit, peaks)
+        limit = _limit(stage_plan, stage, memory_limit, stages, peaks)
         counted = passes[stage] if passes else None
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit, counted))
         finished = functools.partial(
@@ -213,6 +222,11 @@ def finish(
         lower_bound=bound,
         peak_bytes=tuple(peaks),
     )
+    rows = stage_plan.device_bytes  # () of random plans, which keep to no limit
+    for placed, needed, predicted in zip(stages, exact.device_bytes, rows, strict=False):
+        memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
+        if needed > memory_limit * (1 + 1e-9):  # stages of one mesh, each with other transients
+            return Lacking(needed - memory_limit, needed - min(predicted, memory_limit))
     tasks = build_tasks(program, staging)
     plan = ParallelPlan(
         program=program_summary(program, step),
@@ -317,17 +331,26 @@ def _slower(made: PlacedStage, placed: PlacedStage) -> bool:
     return after > before * (1 + MENU_ERROR)
 
 
-def _limit(stage_plan: StagePlan, stage: int, memory: float, solved: Sequence[float]) -> float:
+def _limit(
+    stage_plan: StagePlan,
+    stage: int,
+    memory: float,
+    solved: Sequence[PlacedStage],
+    peaks: Sequence[float],
+) -> float:
     """Return the bytes that a stage may use of its devices' `memory`: what the other stages of its
-    mesh leave, those already solved (their `solved` bytes) and those to come.
+    mesh leave, those already `solved`, with `peaks` bytes, and those to come. It has the most
+    transients of them, or as many less as its rows say.
     """
-    own = stage_plan.stages[stage].device_ids
-    taken = 0.0
-    for other, placed in enumerate(stage_plan.stages):
-        if other != stage and placed.device_ids == own:
-            held = solved[other] if other < len(solved) else stage_plan.peak_bytes[other]
-            taken += held - placed.candidate.transient_bytes
-    return memory - taken
+    placed = [*solved, *stage_plan.stages[len(solved) :]]
+    held = [*peaks, *stage_plan.peak_bytes[len(solved) :]]
+    taken, passing = 0.0, placed[stage].candidate.transient_bytes
+    least = 0.0
+    for other, one in enumerate(placed):
+        if other != stage and one.device_ids == placed[stage].device_ids:
+            taken += held[other] - one.candidate.transient_bytes
+            least = max(least, one.candidate.transient_bytes - passing)
+    return memory - taken - least
 
 
 def _over_all_layers(plan: StagePlan, num_layers: int) -> StagePlan:

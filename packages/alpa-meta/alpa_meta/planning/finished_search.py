@@ -50,11 +50,29 @@ class Finish:
             if isinstance(planned, Planned):
                 return self.with_room(search, planned)
             missing = planned.bytes
-            try:
-                search = search.within_less(planned.unpredicted)
-            except stage_dp.InfeasibleError:
+            others = self._others(search, planned)
+            if not others:
                 break
+            search = min(others, key=lambda one: one.plan.step_seconds)
         raise InfeasibleError("no pipeline fits the memory", missing, None)
+
+    def _others(self, search: MenuSearch, lacking: Lacking) -> list[MenuSearch]:
+        """Return searches of plans that may fit where that of `search` does not: with less memory,
+        and of pipelines with one stage a mesh where it has several. The rows of these say too
+        little most, and with so much less others were slower: GPT-1.3B of 6 layers on 16 H100 with
+        779 MB took 0.145 s, not 0.081."""
+        found = []
+        for other in (
+            functools.partial(search.within_less, lacking.unpredicted),
+            search.not_interleaved,
+        ):
+            try:
+                one = other()
+            except stage_dp.InfeasibleError:
+                continue
+            if one is not None:
+                found.append(one)
+        return found
 
     def with_room(self, search: MenuSearch, planned: Planned) -> Planned:
         """Return the plan of a search, or a faster one like it that fits though its rows do not."""

@@ -124,6 +124,16 @@ class MenuSearch:
         problem = evolve(self.problem, device_groups=groups)
         return self._with(problem, stage_dp.solve_joint(problem, self.plan))
 
+    def not_interleaved(self) -> MenuSearch | None:
+        """Return the search under schedules that run one stage on each mesh, None where its plan
+        does or no other schedules may be; stage_dp.InfeasibleError if none fits."""
+        rules = stage_dp.SCHEDULE_RULES
+        left = tuple(one for one in self.problem.schedules if not rules[one].interleaves)
+        if not rules[self.plan.schedule].interleaves or not left:
+            return None
+        problem = evolve(self.problem, schedules=left)
+        return self._with(problem, stage_dp.solve_joint(problem))
+
     def within_more(self) -> MenuSearch | None:
         """Return the search of plans like its own, of one stage, where devices have `ROOM` more
         memory; None where the plan leaves as much and recomputes nothing, or is a pipeline."""

@@ -7,9 +7,11 @@ import pytest
 
 from alpa_interchange import SubmeshSpec
 from alpa_meta.compat import Literal
+from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.meshes import logical_meshes
+from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import boundary_bytes, stage_scope
 from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -17,6 +19,7 @@ from alpa_meta.intra_op.selection import build
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel, cluster
 from ilp_sharding import solve
+from stage_dp import SCHEDULE_RULES, emit
 
 SHAPE = jax.ShapeDtypeStruct
 WIDTH, BATCH, LAYERS = 8, 16, 3
@@ -68,6 +71,63 @@ def test_a_stage_sends_what_others_read_and_receives_what_others_make(num_stages
         assert scope.eqns.eqns == [eqn for eqn, home in pairs if home == stage]
         assert scope.eqns.sent == made & others
         assert scope.eqns.received == (read & theirs) - made
+
+
+def most_received(program, staging, schedule, in_flight):
+    """Return the most buffers that each mesh holds at a time of what it received: of the one
+    forward, of the one backward, read off the emitted programs."""
+    graph = build_tasks(program, staging).graph
+    forward = {v for task in graph.tasks if task.phase == "forward" for v in task.outputs}
+    emitted = emit(graph, schedule, program.num_microbatches, warmups=in_flight)
+    found = []
+    for instructions in emitted.programs:
+        alive: dict[bool, set[str]] = {True: set(), False: set()}
+        most = {True: 0, False: 0}
+        for one in instructions:
+            for buffer in one.outputs if one.kind == "receive" else ():
+                if "@" in buffer:  # what is sent once a step is not of a microbatch
+                    alive[buffer.split("@")[0] in forward].add(buffer)
+            for way, buffers in alive.items():
+                most[way] = max(most[way], len(buffers))
+                if one.kind == "free":
+                    buffers.difference_update(one.inputs)
+        found.append((most[True], most[False]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        ("1f1b", (3, 2, 1)),
+        ("gpipe", (16, 16, 16)),
+        ("zero-bubble-h1", (3, 3, 3)),
+        ("eager-1f1b", (5, 3, 1)),
+        ("adaptive", (16, 15, 1)),
+        ("adaptive", (9, 3, 1)),
+    ],
+)
+def test_stages_hold_what_emitted_programs_do_of_what_they_receive(schedule, in_flight):
+    program, staging = staged(3, 16)
+    rule = SCHEDULE_RULES[schedule]
+    delayed = [0, 0, 0]
+    if rule.splits_backward:
+        staging = with_split_backward(staging)
+        delayed = [held - least for held, least in zip(in_flight, (3, 2, 1), strict=True)]
+    most = most_received(program, staging, schedule, in_flight)
+    early = in_flight if rule.receives_early else ()
+    for stage, (forward, backward) in enumerate(most):
+        eqns = stage_scope(
+            program, staging, stage, in_flight[stage], num_delayed=delayed[stage], early=early
+        ).eqns
+        kept_late = eqns.returned & eqns.delayed
+        if stage > 0:
+            # The last stage takes some of what another has ahead before that has run all of it.
+            spare = 1 + in_flight[stage - 1] // 4
+            assert forward <= eqns.in_flight + eqns.num_ahead <= forward + spare
+        if stage < 2:
+            counted = 1 + eqns.num_waiting + (eqns.num_delayed if kept_late else 0)
+            assert backward <= counted <= backward + 1
+        assert len(eqns.returned) == (stage < 2)
 
 
 def is_var(atom):
