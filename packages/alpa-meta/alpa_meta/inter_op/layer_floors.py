@@ -49,7 +49,7 @@ from alpa_meta.options import Options
 from alpa_meta.types import Fields, Floats
 
 if TYPE_CHECKING:
-    from alpa_meta.inter_op.mesh_rows import MeshProblem
+    from alpa_meta.inter_op.mesh_problem import MeshProblem
 
 # Beside none. Two, found by halving the hull, left GPT-39B on 64 V100 a gap of 8.3 %, three one of
 # 5.9 %.

@@ -10,10 +10,9 @@ its devices can share, and priced at the other sizes of the menu (`other_sizes`)
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,28 +21,32 @@ from attrs import evolve
 from alpa_interchange import (
     BoundaryLayout,
     LogicalMesh,
-    ShardingProblem,
     ShardingSolution,
     ShardingSpec,
     SubmeshSpec,
 )
 from alpa_interchange.menu import Affine, AxisPart, LayerRow, MeshMenu
-from alpa_meta.compat import Literal, Var, is_drop, shape_of
-from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
+from alpa_meta.compat import shape_of
+from alpa_meta.inter_op.candidates import solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.layer_runs import read_from_afar
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.row_dominance import undominated
-from alpa_meta.inter_op.row_lines import LinkLine, RowLine, Sized, axis_parts, minus, without
-from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
+from alpa_meta.inter_op.mesh_problem import MeshProblem
+from alpa_meta.inter_op.row_dominance import is_quicker, undominated
+from alpa_meta.inter_op.row_lines import (
+    LinkLine,
+    RowLine,
+    Sized,
+    axis_parts,
+    line_ends,
+    minus,
+    without,
+)
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.bucketed_traffic import conversion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.stage_problem import Source
-from alpa_meta.types import Floats
 
 if TYPE_CHECKING:
     from alpa_meta.inter_op.layer_menu import MenuBuilder
@@ -62,121 +65,6 @@ TIGHT = 0.8
 
 
 StateSpecs = tuple[tuple[ShardingSpec, ...], ...]
-
-
-class MeshProblem:
-    """The selection problem of one mesh and kind of program, priced at `sizes`: the first is the
-    one that it is built at."""
-
-    def __init__(
-        self,
-        builder: MenuBuilder,
-        submesh: SubmeshSpec,
-        costs: MeshCosts,
-        kind: str,
-        sizes: Sequence[Sized],
-    ) -> None:
-        self.kind, self.sizes = kind, tuple(sizes)
-        scopes = []
-        apart = submesh.num_devices < builder.model.cluster.num_devices
-        for sized in sizes:
-            pins = input_pins(sized.outlook.program, costs.mesh, builder.options)
-            scopes.append(sized.outlook.scope(pins, apart))
-        name = f"{submesh.num_devices} devices {costs.mesh.shape}"
-        others = tuple(scope.eqns for scope in scopes[1:])
-        self.selection = build(scopes[0].eqns, costs, name, others)
-        outlook = self.main.outlook
-        self.costs = LayerCosts(
-            scopes[0],
-            self.selection,
-            outlook.num_layers,
-            outlook.window,
-            scopes[1:],
-            builder.kept or ("none",),
-            apart and builder.splits_backward,
-        )
-
-    @property
-    def main(self) -> Sized:
-        """The size that the problem is built at."""
-        return self.sizes[0]
-
-    def under(self, choice: Sequence[int], kind: str, sized: Sized) -> StageCosts:
-        """Return what a choice costs at one of the sizes."""
-        return self.costs.under(choice, kind, self.sizes.index(sized))
-
-    def sent(self, choice: Sequence[int], kind: str, sized: Sized) -> Mapping[str, Floats]:
-        """Return what links take of what a choice costs at one of the sizes."""
-        return self.costs.sent(choice, kind, self.sizes.index(sized))
-
-    def forget_choices(self) -> None:
-        """Free what only choices are priced by; floors go by what stays."""
-        self.splits  # noqa: B018 - are made of what is freed
-        self.costs.forget_choices()
-        self.selection = self.costs.selection
-
-    def state_specs(self, layer: int, choice: Sequence[int]) -> tuple[ShardingSpec, ...]:
-        """Return the specs of the state that a layer of the window updates."""
-        return tuple(self.selection.spec(var, choice) for var in self._state_of.get(layer, ()))
-
-    @functools.cached_property
-    def _state_of(self) -> Mapping[int, Sequence[Var]]:
-        scope = self.costs.facts.scope
-        home = state_layers(scope.eqns.eqns, scope.layers, scope.eqns.carried)
-        return state_by_layer(self.main.outlook.program, home)
-
-    def for_samples(self, samples: int, size: int = 0) -> Selection | None:
-        """Return the problem, at the seconds of a size, without what splits the batch into parts
-        that do not divide `samples`; None where nothing is left."""
-        problem = self._at(size)
-        wrong = [samples % parts != 0 for parts in self.splits]
-        if any(one.all() for one in wrong):
-            return None
-        forbidden = np.concatenate(wrong)
-        node_cost = np.where(forbidden, math.inf, problem.node_cost)
-        return evolve(self.selection, problem=evolve(problem, node_cost=node_cost))
-
-    def _at(self, size: int) -> ShardingProblem:
-        """Return the problem with the seconds of one of the sizes, by its number."""
-        problem = self.selection.problem
-        if size == 0:
-            return problem
-        eqns = self.selection.stage
-        times = eqns.times or [1] * len(eqns.eqns)
-        return self.selection.seconds.at_size(problem, size, times)
-
-    def split(self, choice: Sequence[int]) -> int:
-        """Return what the samples of a microbatch must be a multiple of under a choice."""
-        return math.lcm(*{int(of[one]) for of, one in zip(self.splits, choice, strict=True)})
-
-    @functools.cached_property
-    def splits(self) -> list[Floats]:
-        """By node, [strategies] what the samples must be a multiple of."""
-        counts = self.selection.problem.num_strategies
-        found = [np.ones(count, dtype=np.int64) for count in counts]
-        if len(self.sizes) == 1:
-            return [np.full(count, self.main.samples) for count in counts]
-        mesh, sources = self.selection.costs.mesh, self.selection.sources
-        seen: set[tuple[int, tuple[ShardingSpec, ...], tuple[int, ...]]] = set()
-        mine, theirs = (one.outlook.window.staging.eqns for one in self.sizes[:2])
-        for eqn, like in zip(mine, theirs, strict=True):
-            pairs = zip((*eqn.invars, *eqn.outvars), (*like.invars, *like.outvars), strict=True)
-            for atom, twin in pairs:
-                source = None if isinstance(atom, Literal) else sources.get(atom)
-                if source is None or source.node is None or is_drop(atom):
-                    continue
-                shape = shape_of(atom)
-                mark = (source.node, source.specs, shape)
-                if mark in seen or shape == shape_of(twin):
-                    continue
-                seen.add(mark)
-                for dim, (size, its) in enumerate(zip(shape, shape_of(twin), strict=True)):
-                    if size != its:
-                        per_sample = max(size // self.main.samples, 1)
-                        parts = [mesh.size(spec.dims[dim]) for spec in source.specs]
-                        whole = [p // math.gcd(p, per_sample) for p in parts]
-                        found[source.node] = np.lcm(found[source.node], whole)
-        return found
 
 
 class MeshRows:
@@ -288,22 +176,32 @@ class MeshRows:
         memory: float,
         share: float,
     ) -> float:
-        """Add the rows of a choice to every class; return the bytes held without recomputation, by
-        microbatches of as many samples as parts. All is computed again only where memory is tight
-        for the largest microbatches; what is cheap to is also where not, as it may be quicker than
-        to be written and read: 8 layers of 2048 on 16 V100 take 0.348 s a step so, not 0.355."""
+        """Add the rows of a choice to every class, with recomputation where memory is tight for the
+        largest microbatches, or where it is quicker to compute again what is cheap than to write
+        and read it; return the bytes held without, by ones of as many samples as parts."""
         choice = solution.choice
         assert choice is not None
         most = max(one.samples for one in problem.sizes)
         kinds = self.builder.derived or (problem.kind,)
+        fits = False
         for kind in kinds:
+            counts = [len(rows) for rows in self.rows]
             if (kind, choice) not in self._added:
                 self._added.add((kind, choice))
                 self._add_rows(problem, choice, kind, f"{kind} {name}")
-            fits = self._held(problem, choice, kind, most, share) <= TIGHT * memory
-            if fits and kind != kinds[0]:
+            if fits:
+                self._drop_slower(counts, most)
                 break
+            fits = self._held(problem, choice, kind, most, share) <= TIGHT * memory
         return self._held(problem, choice, kinds[0], parts, share)
+
+    def _drop_slower(self, counts: Sequence[int], samples: int) -> None:
+        """Drop the rows behind the first `counts` of each class, if none is quicker than the last
+        of those."""
+        added = [rows[count:] for rows, count in zip(self.rows, counts, strict=True)]
+        last = [rows[count - 1] for rows, count in zip(self.rows, counts, strict=True)]
+        if not any(is_quicker(new, old, samples) for old, some in zip(last, added) for new in some):
+            self.rows = [rows[:count] for rows, count in zip(self.rows, counts, strict=True)]
 
     def _held(
         self, problem: MeshProblem, choice: Sequence[int], kind: str, samples: int, share: float
@@ -315,7 +213,7 @@ class MeshRows:
             held = float(costs.state.sum() + costs.gradients.sum()) * share
             return held + float(costs.activations.sum()) + float(costs.transient.max())
 
-        here, there = _line_ends(problem.sizes, problem.split(choice))
+        here, there = line_ends(problem.sizes, problem.split(choice))
         if here is there:
             return at(here)
         each = (at(there) - at(here)) / (there.samples - here.samples)
@@ -323,7 +221,7 @@ class MeshRows:
 
     def _add_rows(self, problem: MeshProblem, choice: Sequence[int], kind: str, key: str) -> None:
         split = problem.split(choice)
-        here, there = _line_ends(problem.sizes, split)
+        here, there = line_ends(problem.sizes, split)
         costs = problem.under(choice, kind, here), problem.under(choice, kind, there)
         self._made[key] = (problem, choice, kind, (here, there))
         specs: list[tuple[ShardingSpec, ...]] = [()] * len(self.rows)
@@ -485,12 +383,6 @@ class MeshRows:
         samples = problem.main.samples
         each = [(Affine(0.0, float(a)), Affine(0.0, float(b))) for a, b in sent / samples]
         return Affine(0.0, seconds / samples), axis_parts(each)
-
-
-def _line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
-    """Return the least and the greatest of the sizes that `split` parts divide."""
-    found = sorted((one for one in sizes if one.samples % split == 0), key=lambda one: one.samples)
-    return (found[0], found[-1]) if found else (sizes[0], sizes[0])
 
 
 def _examples(classes: Sequence[int], layer_of: Sequence[tuple[int, int]]) -> list[int]:

@@ -34,6 +34,21 @@ def undominated(rows: Sequence[LayerRow], samples: int) -> list[LayerRow]:
     return [row for row in rows if row in found]
 
 
+def is_quicker(row: LayerRow, than: LayerRow, samples: int) -> bool:
+    """Return whether the passes of a row take less than those of another one with microbatches of
+    as few samples as they can have, or of `samples`: 8 layers of 2048 on 16 V100 take 0.348 s a
+    step where what is cheap is computed again, not 0.355, though memory is not short."""
+
+    def passes(one: LayerRow, size: int) -> float:
+        lines = (one.forward, one.backward_input, one.backward_weight)
+        return sum(line.value(size) for line in lines)
+
+    return any(
+        passes(row, size) < passes(than, size) * (1 - SAME_SECONDS)
+        for size in (row.batch_split, samples)
+    )
+
+
 def _values(row: LayerRow, *sizes: int) -> tuple[Floats, Floats]:
     """Return seconds and bytes at microbatches of these sizes."""
     backward = [row.backward_input.value(s) + row.backward_weight.value(s) for s in sizes]

@@ -97,3 +97,9 @@ def without(whole: Sequence[AxisPart], taken: Sequence[AxisPart]) -> tuple[AxisP
         )
         for part in whole
     )
+
+
+def line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
+    """Return the least and the greatest of the sizes that `split` parts divide."""
+    found = sorted((one for one in sizes if one.samples % split == 0), key=lambda one: one.samples)
+    return (found[0], found[-1]) if found else (sizes[0], sizes[0])

@@ -225,7 +225,9 @@ def finish(
     rows = stage_plan.device_bytes  # () of random plans, which keep to no limit
     for placed, needed, predicted in zip(stages, exact.device_bytes, rows, strict=False):
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
-        if needed > memory_limit * (1 + 1e-9):  # stages of one mesh, each with other transients
+        # Stages of one mesh were solved each with other transients than the next ones have.
+        several = sum(one.device_ids == placed.device_ids for one in stages) > 1
+        if several and needed > memory_limit * (1 + 1e-9):
             return Lacking(needed - memory_limit, needed - min(predicted, memory_limit))
     tasks = build_tasks(program, staging)
     plan = ParallelPlan(

@@ -101,11 +101,12 @@ def replan(
             lacking,
             None,
         )
+    rows = rows_of(problem.menu, found)
     return Replanned(
         cluster=cluster,
         memory=memory,
         plan=found,
-        rows=rows_of(problem.menu, found),
+        rows=rows,
         meshes=tuple(
             (problem.menu.meshes[stage.mesh].submesh, problem.menu.meshes[stage.mesh].logical)
             for stage in found.stages
@@ -113,7 +114,8 @@ def replan(
         before_seconds=old.plan.step_seconds,
         kept_seconds=None if base is None or lacking > 0 else base.plan.step_seconds,
         lacking_bytes=lacking,
-        changed=base is None or choices(problem, found) != choices(problem, base.plan),
+        changed=base is None
+        or _choices(problem, base.plan, base.rows) != _choices(problem, found, rows),
         bound=found.lower_bound,
         bound_holds=_bound_holds(menu, problem, cluster),
         counts=problem.counts or (),
@@ -218,8 +220,8 @@ def solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
         return None
 
 
-def choices(problem: JointProblem, plan: JointPlan) -> Hashable:
-    """Return what makes plans differ: all but their rows' figures."""
+def _choices(problem: JointProblem, plan: JointPlan, rows: Sequence[LayerRow]) -> Hashable:
+    """Return what makes plans differ: all but the figures of their `rows`, by layer."""
     menus = problem.menu.meshes
     return (
         plan.num_microbatches,
@@ -229,7 +231,7 @@ def choices(problem: JointProblem, plan: JointPlan) -> Hashable:
             (s.layer_start, s.layer_stop, menus[s.mesh].submesh, menus[s.mesh].logical.shape)
             for s in plan.stages
         ),
-        tuple(row.recomputation for row in rows_of(problem.menu, plan)),
+        tuple(row.recomputation for row in rows),
     )
 
 

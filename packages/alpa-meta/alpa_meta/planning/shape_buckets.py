@@ -208,7 +208,10 @@ def taken_over(planned: Planned, known: Step, step: Step, options: Options) -> P
 
     model = calibrated_model(plan.cluster)
     found = finish(plan.stage_plan, outlook, layering, 0.0, step, model, options, choose)
-    assert isinstance(found, Planned)
+    if not isinstance(found, Planned):
+        raise MisfitError(
+            f"its stages need {found.bytes:,.0f} bytes per device more than there are"
+        )
     for stage, (old, new) in enumerate(zip(plan.shardings, found.plan.shardings, strict=True)):
         room = usable_memory(plan.cluster, new.mesh.submesh.host_group, options.memory)
         if new.peak_bytes > max(room, old.peak_bytes):

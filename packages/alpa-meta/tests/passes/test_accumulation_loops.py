@@ -1,7 +1,5 @@
 """Steps that accumulate gradients in a loop of their own run in stages and microbatches of ours."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,14 +163,4 @@ def test_microbatches_of_less_than_a_part_are_refused_with_the_line():
         over_scanned_layers, cluster="host:2", options=alpa.Options(num_microbatches=6)
     )
     with pytest.raises(alpa.PlanError, match=r"takes more examples of the batch at a time.*"):
-        step.plan_for(_state(), _batch())
-
-
-def test_stages_inside_a_loop_of_steps_are_refused_with_the_remedy():
-    step = alpa.parallelize(
-        functools.partial(one_step_after_the_other),
-        cluster="host:2",
-        options=alpa.Options(num_stages=2, num_microbatches=1),
-    )
-    with pytest.raises(alpa.PlanError, match="inside a loop.*parallelize the step that the loop"):
         step.plan_for(_state(), _batch())
