@@ -1,5 +1,6 @@
 """Layer menus: rows that hold for any microbatch, layouts at boundaries, floors below rows."""
 
+import functools
 import itertools
 
 import jax
@@ -24,27 +25,27 @@ WIDTH, LAYERS, BATCH = 512, 6, 64
 MODEL = CostModel(cluster("h100:4"))
 
 
-def _step(weights, batch):
+def _step(weights, batch, activation=jnp.tanh):
     def loss(weights):
         x = batch
         for weight in weights:
-            x = jnp.tanh(x @ weight["up"]) @ weight["down"]
+            x = activation(x @ weight["up"]) @ weight["down"]
         return jnp.mean(x**2)
 
     value, gradients = jax.value_and_grad(loss)(weights)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def _sized(sizes, kind="none", tokens=()):
+def _sized(sizes, kind="none", tokens=(), step=_step):
     layer = {
         "up": jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32),
         "down": jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32),
     }
     batch = jax.ShapeDtypeStruct((BATCH, *tokens, WIDTH), jnp.float32)
-    step = Step(_step, ([layer] * LAYERS, batch))
+    made = Step(step, ([layer] * LAYERS, batch))
     options = Options(num_layers=LAYERS, recompute=kind)
     return [
-        Sized(size, kind, outlook_of(step.program(BATCH // size), options, MODEL.cluster)[0])
+        Sized(size, kind, outlook_of(made.program(BATCH // size), options, MODEL.cluster)[0])
         for size in sizes
     ]
 
@@ -325,3 +326,14 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
                 assert floor.forward_and_input.value(32) <= forward + by_input
                 assert floor.backward.value(32) <= by_input + by_weight
     assert tight == (memory < 1e9)
+
+
+@pytest.mark.parametrize(("devices", "kinds"), [(4, {"none"}), (2, {"none", "selective"})])
+def test_layers_recompute_where_memory_is_not_short_if_that_is_quicker(devices, kinds):
+    """On all devices there is one program, which keeps what it likes; stages write out what their
+    backward passes read."""
+    gelu = functools.partial(_step, activation=jax.nn.gelu)
+    sized = {"none": _sized((8, 32), tokens=(512,), step=gelu)}
+    menu = _menu_of(MenuBuilder(sized, MODEL, Options(), BATCH), 80e9, devices)
+    for mesh in menu.meshes:
+        assert {row.recomputation for rows in mesh.rows for row in rows} == kinds
