@@ -57,6 +57,9 @@ STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
 IMPROVED = 6  # settings whose best plans are made better by small changes
 POLISHED = 2  # of them whose rows are solved nearly exactly
+# Of the seconds that are worth it: pipelines that take longer are not improved. Changes of this
+# problem's cuts gain a few percent (`joint_interleaved.NEAR`).
+IMPROVABLE = 1.1
 # Stages solved nearly exactly beside each of them: a border 1 % off in rows is often one layer off.
 # Without, Swin-32 with 8 GB (benchmarks/stage_dp_galvatron.py) is 0.15 % slower; transformers of 24
 # to 96 layers are the same with 0, 8 and 16, which take as long within the noise.
@@ -73,22 +76,27 @@ def microbatch_counts(batch_size: int) -> tuple[int, ...]:
 
 
 def solve_joint(
-    problem: JointProblem, *known: Known | JointPlan, enough: float = math.inf
+    problem: JointProblem,
+    *known: Known | JointPlan,
+    enough: float = math.inf,
+    worth: float = math.inf,
 ) -> JointPlan:
     """Return the pipeline with the least predicted step time, with its proven lower bound.
 
     It is no slower than the pipelines that are `known`, which make the search shorter: stages, or
     a plan from the same menu, perhaps of other memory or links. Those that do not fit are passed
     over. A bound of `enough` seconds is not raised further: it is that of other plans, beside which
-    a higher one would prove nothing more. Raises InfeasibleError where no pipeline fits.
+    a higher one would prove nothing more. Once there is a pipeline, better ones are looked for only
+    where they may take less than `worth` seconds: those of another plan. Raises InfeasibleError
+    where no pipeline fits.
     """
-    return _Search(problem, enough).run(known)
+    return _Search(problem, enough, worth).run(known)
 
 
 class _Search:
-    def __init__(self, problem: JointProblem, enough: float = math.inf) -> None:
+    def __init__(self, problem: JointProblem, enough: float, worth: float) -> None:
         _check(problem)
-        self.problem = problem
+        self.problem, self.worth = problem, worth
         self.started = time.monotonic()
         self.links = Links(problem)
         self.sequences = Sequences(problem.menu.class_of_layer)
@@ -130,7 +138,7 @@ class _Search:
 
     @property
     def limit(self) -> float:
-        return self.best.step_seconds if self.best else math.inf
+        return min(self.best.step_seconds, self.worth) if self.best else math.inf
 
     def late(self) -> bool:
         """Return whether the deadline has passed."""
@@ -287,6 +295,8 @@ class _Search:
             for start in dict.fromkeys(starts):
                 if start is None or start.num_meshes is not None or self.late():
                     continue
+                if start.step_seconds > IMPROVABLE * self.worth:
+                    continue
                 if setting.bound >= self.limit:
                     break
                 own = rows.setdefault(setting.costs, Rows(setting.costs, self.links, work))
@@ -297,7 +307,8 @@ class _Search:
                     setting.best = found
                 if found.step_seconds < self.limit:
                     self.best = found
-        leaders = [s for s in settings if s.best is not None]
+        most = IMPROVABLE * self.worth
+        leaders = [s for s in settings if s.best is not None and s.best.step_seconds <= most]
         leaders.sort(key=lambda s: s.best.step_seconds if s.best else math.inf)
         for setting in leaders[:POLISHED]:
             assert setting.best is not None

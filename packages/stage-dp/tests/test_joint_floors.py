@@ -64,6 +64,23 @@ def test_bounds_are_raised_no_further_than_what_is_enough(share, monkeypatch):
         assert early.lower_bound <= early.step_seconds
 
 
+@pytest.mark.parametrize("share", [0.9, 1.001, 1.2])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_worth_it_is_found_and_bounds_hold(seed, share, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    try:
+        plan = solve_joint(problem)
+    except InfeasibleError:
+        return
+    worth = share * plan.step_seconds
+    found = solve_joint(problem, worth=worth)
+    assert found.step_seconds >= plan.step_seconds * (1 - 1e-9)
+    assert found.lower_bound <= plan.step_seconds * (1 + 1e-9)
+    if share > 1.1:  # nearer to it, what is improved may begin beyond
+        assert found.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+
+
 def loosened(problem):
     """Return the problem with floors that say nothing yet."""
     meshes = tuple(

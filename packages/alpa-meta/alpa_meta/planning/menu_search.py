@@ -124,6 +124,10 @@ class MenuSearch:
         problem = evolve(self.problem, device_groups=groups)
         return self._with(problem, stage_dp.solve_joint(problem, self.plan))
 
+    def searched_on(self) -> MenuSearch:
+        """Return the search of the best plan, however long it takes."""
+        return self._with(self.problem, stage_dp.solve_joint(self.problem, self.plan))
+
     def not_interleaved(self) -> MenuSearch | None:
         """Return the search under schedules that run one stage on each mesh, None where its plan
         does or no other schedules may be; stage_dp.InfeasibleError if none fits."""
@@ -207,9 +211,10 @@ def search_menu(
     options: Options,
     counts: Sequence[int] | None,
     enough: float = math.inf,
+    worth: float = math.inf,
 ) -> MenuSearch | None:
-    """Return the best pipeline for `step` by its menu, with a bound that is not raised above
-    `enough` seconds; None where no mesh can be used.
+    """Return the best pipeline for `step` by its menu, or any where none takes less than `worth`
+    seconds, with a bound that is not raised above `enough`; None where no mesh can be used.
 
     Raises stage_dp.InfeasibleError where no pipeline fits the memory.
     """
@@ -244,7 +249,7 @@ def search_menu(
     num_slices = 1 if slices is None else slices.count
     if num_slices > 1:
         problem = in_slices(problem, num_slices)
-    plan = stage_dp.solve_joint(problem, enough=enough)
+    plan = stage_dp.solve_joint(problem, enough=enough, worth=worth)
     builder.forget_seconds()  # 29 MB of GPT-39B on 64 V100, while the plan is finished
     return MenuSearch(builder, menu, crossing, problem, plan, options, num_slices)
 
