@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.typing import DTypeLike
 
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.types import DType, Params, Private
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def consts(jaxpr: Jaxpr | ClosedJaxpr) -> list[Array]:
     return list(getattr(jaxpr, "consts", ()) or ())
 
 
-@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+@cached_by_program(1 << 17)
 def subjaxprs(eqn: JaxprEqn) -> tuple[tuple[str, Jaxpr | ClosedJaxpr], ...]:
     """Return the (parameter name, jaxpr) pairs inside the parameters of `eqn`, in order."""
     found: list[tuple[str, Jaxpr | ClosedJaxpr]] = []

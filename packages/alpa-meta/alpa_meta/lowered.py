@@ -13,6 +13,7 @@ from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.ray_meshes import RayPool
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.program_caches import programs_forgotten
 
 
 @frozen(eq=False, repr=False)
@@ -48,6 +49,7 @@ class Lowered:
         return self.planned.cached
 
     @functools.cached_property
+    @programs_forgotten()
     def _executable(self) -> Executable:
         options = self.options
         return Executable(
@@ -59,6 +61,7 @@ class Lowered:
         )
 
     @functools.cached_property
+    @programs_forgotten()
     def evaluation(self) -> Evaluation:
         """The plan without its backward, compiled."""
         return Evaluation(self.planned, self.options.trace, self.pool)

@@ -20,7 +20,6 @@ but most products would end in sums of their whole result; the half lets coverag
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -34,6 +33,7 @@ from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.operators import flops, sharding_rule
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.region_bindings import bindings, trips
 from alpa_meta.step.program import Program
 from ilp_sharding.strategies import ProblemBuilder
@@ -137,7 +137,7 @@ class ModelDims:
                 yield dim
 
 
-@functools.lru_cache(maxsize=4)  # programs compare by identity
+@cached_by_program(4)
 def model_dims(program: Program) -> ModelDims:
     """Return the classes of the dims of a program's parameters, batch and optimiser state."""
     by_phase: dict[str, list[JaxprEqn]] = defaultdict(list)
@@ -239,7 +239,7 @@ def _gains(model: ModelDims, size: int) -> dict[Class, float]:
     return {c: gain for c, gain in gains.items() if gain > 0}
 
 
-@functools.lru_cache(maxsize=16)
+@cached_by_program(16)
 def _chosen(model: ModelDims, size: int) -> frozenset[Class]:
     """Return the classes of the largest total gain of which no parameter has two."""
     gains = _gains(model, size)

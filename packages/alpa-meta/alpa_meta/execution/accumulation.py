@@ -7,7 +7,6 @@ is combined as one, and values that are split are joined along the dim of exampl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -21,6 +20,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.microbatch.placement import REPLICATED, Placement
 from alpa_meta.passes.added_equations import equations_of
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program
 from alpa_meta.types import DType, HostArray
 
@@ -84,7 +84,7 @@ def _scale(count: int, dtype: DType, total: jax.Array) -> jax.Array:
     return lax.convert_element_type(total, dtype)
 
 
-@functools.lru_cache(maxsize=4)  # asked for every stage
+@cached_by_program(4)  # asked for every stage
 def crossing_values(staging: Staging, program: Program) -> Mapping[Var, frozenset[int]]:
     """Return the values of the microbatches that the update or the result needs.
 

@@ -6,7 +6,6 @@ second is in memory, also where one program would compute it inside the kernels 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve, frozen
@@ -19,6 +18,7 @@ from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.fused_traffic import Bytes, traffic_of
 from alpa_meta.intra_op.other_sizes import OtherSizes, others_of
 from alpa_meta.intra_op.stage_problem import StageEqns
+from alpa_meta.program_caches import cached_by_program
 
 
 @frozen(eq=False)
@@ -37,7 +37,7 @@ class RedoneProgram:
     delayed: frozenset[Var]
 
 
-@functools.lru_cache(maxsize=2)  # what is asked of one is asked in a row
+@cached_by_program(2)  # what is asked of one is asked in a row
 def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
     """Return the equations where all layers recompute as `kind` says."""
     stage, home = facts.scope.eqns, facts.scope.layers
@@ -75,7 +75,7 @@ def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
     )
 
 
-@functools.lru_cache(maxsize=64)  # scopes compare by identity, and are on many meshes
+@cached_by_program(64)  # scopes are on many meshes
 def delayed_at(facts: ScopeFacts, kind: str) -> tuple[tuple[int, int], ...]:
     """Return what a split backward keeps for its part by weight: positions of the stage's equations
     that make it, and numbers of results."""
@@ -114,7 +114,7 @@ class RedoneTraffic:
     again: Mapping[int, Bytes]
 
 
-@functools.lru_cache(maxsize=64)  # scopes compare by identity, and are on many meshes
+@cached_by_program(64)  # scopes are on many meshes
 def redone_traffic(
     facts: ScopeFacts,
     kind: str,

@@ -7,7 +7,6 @@ where stages meet.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from alpa_meta.compat import is_drop
@@ -16,10 +15,11 @@ from alpa_meta.inter_op.recomputation import recomputed
 from alpa_meta.inter_op.scan_cutting import CutProgram, Origin, cut_scans
 from alpa_meta.inter_op.stacks import Stack, even_bounds, is_cuttable, stacked_inputs, stacks_of
 from alpa_meta.inter_op.staging import Staging, assign_stages
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program
 
 
-@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
+@cached_by_program(4)  # asked for every kind of recomputation of one program
 def cut_evenly(program: Program) -> CutProgram | None:
     """Return `program` with its scans over layers in even pieces, None if it has none."""
     stacks = stacks_of(program)

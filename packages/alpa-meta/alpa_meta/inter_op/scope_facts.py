@@ -19,6 +19,7 @@ from alpa_meta.inter_op.split_backward import by_weight_at_most, kept_for_weight
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.liveness import PHASES
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program
 from alpa_meta.types import Flags, Ints
 
@@ -125,7 +126,7 @@ class ScopeFacts:
         return found
 
 
-@functools.lru_cache(maxsize=32)  # scopes compare by identity, and are on many meshes
+@cached_by_program(32)  # scopes are on many meshes
 def facts_of_scope(scope: StageScope) -> ScopeFacts:
     """Return the facts of a scope, remembered."""
     eqns = scope.eqns
@@ -140,7 +141,7 @@ def facts_of_scope(scope: StageScope) -> ScopeFacts:
     return ScopeFacts(scope, numbers, layers, delayed)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_by_program(64)
 def redone_of(facts: ScopeFacts, kind: str) -> Redone:
     return facts.redone(kind)
 

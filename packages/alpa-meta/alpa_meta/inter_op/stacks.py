@@ -14,7 +14,6 @@ A scan over time is no stack (its inputs come from the batch), nor is one in a l
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -24,6 +23,7 @@ from alpa_interchange import ShardingRule
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, scan_counts, shape_of
 from alpa_meta.operators import flops, operator_of, sharding_rule
 from alpa_meta.operators.regions import is_control_flow, is_scan
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program
 from alpa_meta.types import Params
 
@@ -41,7 +41,7 @@ class Stack:
     members: frozenset[Var]
 
 
-@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
+@cached_by_program(4)  # asked for every kind of recomputation of one program
 def stacks_of(program: Program) -> tuple[Stack, ...]:
     """Return the stacks of a program that may be cut between stages."""
     jaxpr = program.jaxpr

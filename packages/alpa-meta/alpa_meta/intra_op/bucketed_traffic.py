@@ -17,7 +17,6 @@ loops not to be unrolled.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
@@ -32,6 +31,7 @@ from alpa_meta.intra_op.layouts import layouts_of
 from alpa_meta.intra_op.mesh_costs import Completed, Conversion, MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import operator_of
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.spmd import HOST_BUCKETS
 from alpa_meta.types import Floats
 from ilp_sharding.strategies import FREE
@@ -43,7 +43,7 @@ Sizes = Mapping[float, int]
 """How many tensors of each number of bytes."""
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def late_values(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> frozenset[Var]:
     """Return the values of the microbatches that nothing but the update and the result waits for.
 
@@ -84,7 +84,7 @@ def _late(
     return frozenset(late)
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mapping[JaxprEqn, int]:
     """Return, by equation, how many small sums are sent with its own, itself included.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from attrs import frozen
 
@@ -13,6 +11,7 @@ from alpa_meta.intra_op.dim_orders import Matrix
 from alpa_meta.operators.contraction import product_matrices
 from alpa_meta.operators.layout import permutation
 from alpa_meta.operators.regions import is_region
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.types import HostArray
 
 
@@ -29,7 +28,7 @@ class EquationFacts:
     matrices: tuple[Matrix, ...]  # how a product takes each of `reads`
 
 
-@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+@cached_by_program(1 << 17)
 def facts_of(eqn: JaxprEqn) -> EquationFacts:
     """Return the facts of an equation, remembered."""
     reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]

@@ -3,13 +3,13 @@ all."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, open_jaxpr, shape_of
 from alpa_meta.operators import rule_number
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.pinning import is_pin, pinned_spec
+from alpa_meta.program_caches import cached_by_program
 
 
 def fold_keys(
@@ -53,7 +53,7 @@ def layer_classes(
     return found
 
 
-@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+@cached_by_program(1 << 17)
 def eqn_signature(eqn: JaxprEqn) -> Hashable:
     """Return what an equation does, up to the values it works on: primitive, rule, types, work."""
     if is_region(eqn):

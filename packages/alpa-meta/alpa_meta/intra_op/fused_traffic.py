@@ -24,7 +24,6 @@ others: what an operator moves is then linear in the samples of a microbatch (`l
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -36,6 +35,7 @@ from alpa_meta.operators import operator_of, reads_windows, traffic_bytes
 from alpa_meta.operators.contraction import product_dims
 from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.operators.regions import bodies, is_region
+from alpa_meta.program_caches import cached_by_program
 
 Bytes = tuple[float, ...]
 """Of an operator, at the size of the program, then at the others."""
@@ -44,7 +44,7 @@ _Support = Mapping[Var, float]
 """Stored values, and the share of each that is read."""
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def fused_traffic(
     stage: StageEqns, others: OtherSizes, platform: str = "gpu", attends: bool = False
 ) -> Mapping[JaxprEqn, Bytes]:

@@ -22,6 +22,7 @@ from alpa_meta.operators import (
 )
 from alpa_meta.operators.contraction import product_dims
 from alpa_meta.operators.operator import ExchangeFunction
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.types import Floats
 
 
@@ -119,7 +120,7 @@ def product_shapes(
     return "attention" if len(batch) > 1 else "matmul", shapes
 
 
-@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity, and are on many meshes
+@cached_by_program(1 << 17)  # equations are on many meshes
 def _work_of(eqn: JaxprEqn, platform: str) -> tuple[float, str, str]:
     """Return an operator's operations, its kernel and the dtype whose peak holds."""
     dtype, passes = arithmetic(eqn, platform)

@@ -7,7 +7,6 @@ for the seconds and bytes of each one's twin, with the same strategies.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 from attrs import define, field
@@ -15,6 +14,7 @@ from attrs import define, field
 from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators.regions import bodies, is_region
+from alpa_meta.program_caches import cached_by_program
 
 
 @define(eq=False)
@@ -25,7 +25,7 @@ class OtherSizes:
     values: Mapping[Var, tuple[Var, ...]] = field(factory=dict)
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def others_of(stage: StageEqns, others: tuple[StageEqns, ...]) -> OtherSizes:
     """Return the twins of a stage's equations and values in `others`, which have the same equations
     at other sizes (`same_equations`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -24,12 +23,13 @@ from alpa_meta.intra_op.mesh_costs import Completed, MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import linear_operands
 from alpa_meta.operators.regions import is_region
+from alpa_meta.program_caches import cached_by_program
 
 if TYPE_CHECKING:
     pass
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def may_stay_partial(stage: StageEqns) -> frozenset[Var]:
     """Return the values that may remain unreduced sums until the update.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Hashable, Mapping
 
 from attrs import define, field, frozen
@@ -18,6 +17,7 @@ from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators import is_heavy, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.operator import Operator
 from alpa_meta.passes.shared_reads import is_shared_read
+from alpa_meta.program_caches import cached_by_program
 
 SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
 
@@ -117,7 +117,7 @@ class PlacedEquations:
         )
 
 
-@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
+@cached_by_program(16)  # stages are on many meshes
 def placed_equations(
     stage: StageEqns, others: OtherSizes, platform: str, attends: bool
 ) -> PlacedEquations:

@@ -12,7 +12,6 @@ they add to.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -39,6 +38,7 @@ from alpa_meta.microbatch.placement import (
     split,
 )
 from alpa_meta.operators.regions import bodies, fold, is_region, is_scan
+from alpa_meta.program_caches import cached_by_program
 
 Atom = Var | Literal
 
@@ -81,7 +81,7 @@ def run_of(eqn: JaxprEqn, operands: Sequence[Placement], num_microbatches: int) 
     return _region(eqn, tuple(operands), num_microbatches)
 
 
-@functools.lru_cache(maxsize=1 << 10)  # every trip on which a loop settles asks for those inside
+@cached_by_program(1 << 10)  # every trip on which a loop settles asks for those inside
 def _region(eqn: JaxprEqn, operands: tuple[Placement, ...], num_microbatches: int) -> Run:
     given = eqn, operands, num_microbatches
     return fold(

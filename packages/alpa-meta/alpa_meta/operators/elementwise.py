@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Hashable
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from alpa_meta.operators.operator import (
     run_identity,
 )
 from alpa_meta.operators.work import nothing, result_bytes, result_elements
+from alpa_meta.program_caches import cached_by_program
 
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -213,7 +213,7 @@ class _Lowering:
         return isinstance(other, _Lowering) and self.key == other.key
 
 
-@lru_cache(maxsize=1024)
+@cached_by_program(1024)
 def _lowers_elementwise(lowering: _Lowering) -> bool:
     eqn = lowering.eqn
     shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]

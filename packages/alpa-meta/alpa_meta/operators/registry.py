@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 
 import jax.numpy as jnp
 from attrs import fields
@@ -37,6 +36,7 @@ from alpa_meta.operators.operator import (
 )
 from alpa_meta.operators.regions import is_conditional
 from alpa_meta.operators.work import all_bytes, copied_results, result_elements
+from alpa_meta.program_caches import cached_by_program, forget_programs
 from alpa_meta.types import Function
 
 _OPERATORS: dict[str, Operator] = {
@@ -100,9 +100,7 @@ def register(
         facts["linear_in"] = groups
     made: Function[Operator] = Operator  # the names of `facts` are its fields
     _OPERATORS[primitive_name] = made(rule, local, **facts)
-    of_equations = (sharding_rule, operator_of, is_heavy, linear_operands, rule_number)
-    for remembered in (_rule_of, _number_of, _contracts_of, _flops_of, *of_equations):
-        remembered.cache_clear()
+    forget_programs()
 
 
 def _where(linear: Callable[[JaxprEqn], bool]) -> Callable[[JaxprEqn], Groups]:
@@ -126,7 +124,7 @@ def known_primitives() -> frozenset[str]:
     return frozenset(_OPERATORS)
 
 
-@lru_cache(maxsize=1 << 17)
+@cached_by_program(1 << 17)
 def operator_of(eqn: JaxprEqn) -> Operator:
     """Return the table entry of an equation's primitive, or of its kernel."""
     return _OPERATORS.get(_entry_name(eqn), _UNKNOWN)
@@ -143,7 +141,7 @@ def _entry_name(eqn: JaxprEqn) -> str:
     return kernel if kernel in _OPERATORS else name
 
 
-@lru_cache(maxsize=1 << 17)
+@cached_by_program(1 << 17)
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Return whether an equation chooses its own strategy instead of following an operand."""
     heavy = operator_of(eqn).heavy
@@ -212,7 +210,7 @@ def _contracts(eqn: JaxprEqn) -> bool:
     return rule is not None and bool(contracted(rule))
 
 
-@lru_cache(maxsize=1 << 17)  # equations compare by identity
+@cached_by_program(1 << 17)
 def sharding_rule(eqn: JaxprEqn) -> ShardingRule | None:
     """Return the sharding rule of `eqn`, or None if it can only run replicated.
 
@@ -222,13 +220,13 @@ def sharding_rule(eqn: JaxprEqn) -> ShardingRule | None:
     return _rule_of(signature) if isinstance(signature, _Signature) else _computed(eqn)
 
 
-@lru_cache(maxsize=1 << 17)
+@cached_by_program(1 << 17)
 def rule_number(eqn: JaxprEqn) -> int:
     """Return a number that is equal for equations of one primitive, types, rule and work."""
     return _number_of(operator_signature(eqn))
 
 
-@lru_cache(maxsize=1 << 17)
+@cached_by_program(1 << 17)
 def operator_signature(eqn: JaxprEqn) -> JaxprEqn | _Signature:
     """Return what is equal for equations of one primitive, types and parameters.
 
@@ -247,7 +245,7 @@ def operator_signature(eqn: JaxprEqn) -> JaxprEqn | _Signature:
         return eqn
 
 
-@lru_cache(maxsize=1 << 17)
+@cached_by_program(1 << 17)
 def linear_operands(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` is linear in its tensor operands together.
 
@@ -286,13 +284,13 @@ class _Signature:
         return isinstance(other, _Signature) and self.key == other.key
 
 
-@lru_cache(maxsize=1 << 14)
+@cached_by_program(1 << 14)
 def _same(signature: _Signature) -> _Signature:
     """Return one object for all equal ones: it is compared with itself in no time."""
     return signature
 
 
-@lru_cache(maxsize=1 << 14)
+@cached_by_program(1 << 14)
 def _number_of(signature: JaxprEqn | _Signature) -> int:
     eqn = signature.eqn if isinstance(signature, _Signature) else signature
     types = [tuple(str(atom.aval) for atom in atoms) for atoms in (eqn.invars, eqn.outvars)]
@@ -303,17 +301,17 @@ def _number_of(signature: JaxprEqn | _Signature) -> int:
 _NUMBERS: dict[Hashable, int] = {}
 
 
-@lru_cache(maxsize=4096)
+@cached_by_program(4096)
 def _rule_of(signature: _Signature) -> ShardingRule | None:
     return _computed(signature.eqn)
 
 
-@lru_cache(maxsize=4096)
+@cached_by_program(4096)
 def _contracts_of(signature: _Signature) -> bool:
     rule = _rule_of(signature)
     return rule is not None and bool(contracted(rule))
 
 
-@lru_cache(maxsize=4096)
+@cached_by_program(4096)
 def _flops_of(signature: _Signature) -> float:
     return _of_bodies(signature.eqn, flops, _flops)

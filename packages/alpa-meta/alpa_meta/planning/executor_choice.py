@@ -9,7 +9,6 @@ runs on whole operands anyway.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -20,6 +19,7 @@ from alpa_meta import compat
 from alpa_meta.compat import Atom, JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators import is_known, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.spmd import RegionPlan
 
 
@@ -110,7 +110,7 @@ def _partitionable(eqn: JaxprEqn) -> bool:
     return not is_known(eqn) and _lowers_without_custom_call(eqn)
 
 
-@functools.lru_cache(maxsize=1024)  # equations compare by identity
+@cached_by_program(1024)
 def _lowers_without_custom_call(eqn: JaxprEqn) -> bool:
     shapes = [jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom)) for atom in eqn.invars]
     try:

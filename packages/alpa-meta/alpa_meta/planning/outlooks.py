@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -26,6 +25,7 @@ from alpa_meta.inter_op.short_step import KEPT, ShortStep, short_step
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.options import Options
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.phases import holds_gradient
 from alpa_meta.step.program import Program, Step
 
@@ -107,7 +107,7 @@ def by_short_step(
     return look(step)
 
 
-@functools.lru_cache(maxsize=4)  # asked for every microbatch size
+@cached_by_program(4)  # asked for every microbatch size
 def _clustered(
     program: Program, cluster: ClusterSpec, wanted: int | None, least: int
 ) -> tuple[int, ...]:
@@ -137,14 +137,14 @@ def _of_part(program: Program, whole: Program, clustered: tuple[int, ...]) -> tu
     return tuple(reversed(found))
 
 
-@functools.lru_cache(maxsize=4)  # asked for every microbatch size
+@cached_by_program(4)  # asked for every microbatch size
 def _layer_of_value(program: Program, clustered: tuple[int, ...]) -> dict[Var, int]:
     eqns = program.jaxpr.eqns
     pairs = zip(clustered_positions(program), clustered, strict=True)
     return {var: layer for k, layer in pairs for var in eqns[k].outvars}
 
 
-@functools.lru_cache(maxsize=16)  # asked for the whole program and microbatches of a few sizes
+@cached_by_program(16)  # asked for the whole program and microbatches of a few sizes
 def _layers(program: Program, clustered: tuple[int, ...]) -> Layering:
     return assign_layers(program, lambda eqns, inputs: clustered)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from alpa_interchange import ParallelPlan
 from alpa_meta.errors import OtherProgramError, PlanError
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.planning.program_hash import program_hash
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program, Step
 
 
@@ -50,7 +50,7 @@ def _typed(value: tuple[tuple[int, ...], str] | None) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-@functools.lru_cache(maxsize=4)  # asked for by the plan and by its menu
+@cached_by_program(4)  # asked for by the plan and by its menu
 def fingerprint(step: Step) -> str:
     """Return a hash of the operations of a step as they were traced, for the whole batch.
 

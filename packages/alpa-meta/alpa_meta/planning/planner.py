@@ -60,6 +60,7 @@ from alpa_meta.planning.range_search import (
 )
 from alpa_meta.planning.remedies import with_remedies
 from alpa_meta.planning.slice_choice import may_slice, with_slices
+from alpa_meta.program_caches import programs_forgotten
 from alpa_meta.step.program import Step
 from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.user_mesh import with_user_mesh
@@ -74,7 +75,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     _check_stages(options)
-    with collections_paused():
+    with collections_paused(), programs_forgotten():
         check_arguments_fit(step.args, cluster, options)  # before the step is traced
         options.progress("trace", 0, 1)
         step.traced(None)
@@ -142,13 +143,14 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     check_step_fits(step, model, options)
     searched = may_cut(max(counts), cluster, options)
     if searched:
-        alone, enough = None, math.inf
+        alone, worth, enough = None, math.inf, math.inf
         if options.num_stages is None:
             alone = _found(lambda: _one_stage(step, model, told))
-            # Both bounds hold together, so that the menu's need not be above the other: of 24
-            # layers of 2048 on 16 H100 the joint search takes 0.3 instead of 2.7 CPU s.
-            enough = alone[1] if isinstance(alone, tuple) else math.inf
-        consider(_found(lambda: _from_menu(step, model, told, enough)))
+            if isinstance(alone, tuple):
+                # Both bounds hold together, so that the menu's need not be above the other: of 24
+                # layers of 2048 on 16 H100 the joint search takes 0.3 instead of 2.7 CPU s.
+                worth, enough = alone[0].seconds, alone[1]
+        consider(_found(lambda: _from_menu(step, model, told, enough, worth)))
         if prospects and options.num_stages is None:
             prospects += _just_fitting(prospects[0], step, model, told)
             consider(alone)
@@ -260,10 +262,15 @@ def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Plann
 
 
 def _from_menu(
-    step: Step, model: CostModel, options: Options, enough: float = math.inf
+    step: Step,
+    model: CostModel,
+    options: Options,
+    enough: float = math.inf,
+    worth: float = math.inf,
 ) -> tuple[Prospect, float] | None:
-    """Return the plan that the joint search chooses and its bound, which is not raised above
-    `enough` seconds; None for a step or cluster it is not for."""
+    """Return the plan that the joint search chooses, or any where none takes less than `worth`
+    seconds, and its bound, which is not raised above `enough`; None for a step or cluster it is not
+    for."""
     cluster = model.cluster
     sized = sized_programs(step, cluster, options)
     if sized is None:
@@ -281,13 +288,18 @@ def _from_menu(
     axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
     meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
     try:
-        search = search_menu(step, sized, meshes, model, options, told, enough)
+        search = search_menu(step, sized, meshes, model, options, told, enough, worth)
     except stage_dp.InfeasibleError as error:
         raise InfeasibleError(str(error), error.missing_bytes, None) from None
     if search is None:
         return None
     plan = search.plan
-    finish = functools.partial(Finish(outlook.num_layers, step, model, options).run, search)
+
+    def finish() -> Planned:
+        """Finish the plan; a slower one is asked for where what is faster turned out not to fit."""
+        best = search.searched_on() if plan.step_seconds > worth else search
+        return Finish(outlook.num_layers, step, model, options).run(best)
+
     sliced = search.num_slices > 1
     menu = None if sliced else keep(search, outlook, step, cluster, options)
     counts = search.nearly_fitting() if len(plan.stages) == 1 else ()
@@ -325,6 +337,7 @@ def _warn(planned: Planned, options: Options) -> None:
         )
 
 
+@programs_forgotten()
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     if plan.program.token_slices and not step.slices:  # the planner's choice

@@ -17,7 +17,6 @@ nothing.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -30,6 +29,7 @@ from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.absorbing import of_some
 from alpa_meta.operators.elementwise import is_comparison, is_elementwise, is_selection
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 from alpa_meta.types import DType
@@ -215,7 +215,7 @@ class _Call:
         return isinstance(other, _Call) and self.key == other.key
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_program(4096)
 def _evaluated(call: _Call) -> float | None:
     """Return what an operator makes of scalars, None if it takes none."""
     eqn, rests = call.eqn, call.key[-1]
