@@ -1,6 +1,6 @@
 """Fits link bandwidths and latencies to measured collectives.
 
-    python -m cost_model.link_fit TABLES_DIRECTORY [OUT]
+    python -m cost_model.link_fit TABLES_DIRECTORY [--out FILE]
 
 reads `allreduce/*.txt` (nccl-tests columns: size, count, type, nanoseconds) and
 `aceso_v100/prim_*_<collective>_<n>gpus.csv` (MB, milliseconds) and writes the fitted table. Each
@@ -10,9 +10,9 @@ bus factor of the collective, 2 (n - 1) / n for an all-reduce and (n - 1) / n fo
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,11 +86,20 @@ def _tables(directory: Path) -> Iterator[tuple[str, str, str, int, np.ndarray]]:
         yield (*_SOURCES["aceso"], collective, devices, np.array(sorted(entries)))
 
 
-def main(arguments: list[str]) -> None:
-    """Fit the tables in the directory `arguments[0]` and write them to `arguments[1]`."""
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", type=Path, help="folder with allreduce/ and aceso_v100/")
     default = Path(__file__).parent / "data" / "links.json"
-    table = fit_tables(Path(arguments[0]))
-    save(table, Path(arguments[1]) if len(arguments) > 1 else default)
+    parser.add_argument("--out", type=Path, default=default, help="file of the fits")
+    options = parser.parse_args()
+    table = fit_tables(options.tables)
+    if not table.fits:
+        parser.error(
+            f"{options.tables} must have tables of collectives, allreduce/*_<n>gpu.txt or "
+            f"aceso_v100/prim_*_<n>gpus.csv, and has none; nothing was written"
+        )
+    save(table, options.out)
     for fit in table.fits:
         print(
             f"{fit.link:14} {fit.collective:15} {fit.devices:2} devices  "
@@ -100,4 +109,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from cost_model import link_fit
 from cost_model.link_fit import bus_factor, fit_line, fit_tables
 
 
@@ -32,3 +33,15 @@ def test_tables_of_both_formats_are_fitted(tmp_path):
     assert ring.latency == pytest.approx(4e-5, rel=1e-2)
     assert fits["reduce-scatter"].bandwidth == pytest.approx(25e9, rel=1e-2)
     assert fits["reduce-scatter"].num_rows == 3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_a_folder_without_tables_leaves_the_fits_as_they_are(arguments, tmp_path, monkeypatch):
+    out = tmp_path / "links.json"
+    out.write_text("as it was")
+    given = arguments or [str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["link_fit", *given])
+    with pytest.raises(SystemExit) as stopped:
+        link_fit.main()
+    assert stopped.value.code == (0 if arguments else 2)
+    assert out.read_text() == "as it was"
