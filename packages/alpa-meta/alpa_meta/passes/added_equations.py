@@ -26,6 +26,11 @@ def equations_of(
     return instantiated(made, inputs, outputs)
 
 
+def at_line_of(replaced: JaxprEqn, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Return equations as of the user's line of the one that they are put in place of."""
+    return [eqn.replace(source_info=replaced.source_info) for eqn in eqns]
+
+
 @functools.lru_cache(maxsize=1 << 10)  # a gradient is added up as those of equal layers are
 def _traced(
     function: Function[object],

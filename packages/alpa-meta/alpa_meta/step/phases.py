@@ -173,6 +173,16 @@ def _is_transposed(eqn: JaxprEqn, derivative: re.Pattern[str], outer: str = "") 
     return any(_is_transposed(inner, derivative, stack) for body in bodies for inner in body.eqns)
 
 
+def is_derived(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is of a function that is differentiated, or of its derivative."""
+    return _OUTERMOST.search(name_stack(eqn)) is not None
+
+
+def is_of_backward_pass(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or one inside it, is of a backward pass."""
+    return _is_transposed(eqn, _OUTERMOST)
+
+
 def holds_gradient(eqn: JaxprEqn) -> bool:
     """Return whether an equation holds all of a gradient, the forward pass included."""
     return _is_transposed(eqn, _OUTERMOST) and not _OUTERMOST.search(name_stack(eqn))
