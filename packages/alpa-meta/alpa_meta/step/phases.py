@@ -102,6 +102,7 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
     last = _last_losses(eqns, producer, tagged, derived, moved)
     tagged -= last
     later = (moved & _ancestors(eqns, producer, tagged) & (examples | derived)) - tagged
+    later |= (_descendants(eqns, producer, later) & derived) - tagged
     earlier = _ancestors(eqns, producer, later) - later
     marked, tagged = [k for k in marked if k not in earlier], tagged - earlier
     gradients = set(marked) if marked else tagged
