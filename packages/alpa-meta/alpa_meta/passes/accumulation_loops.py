@@ -60,8 +60,11 @@ def with_rounds_at_once(
     if loops is not None:
         yield loops
     written_out = with_loops_written_out(program)
-    for rounds, parts in parts_by_rounds(written_out, example_dims(written_out, inputs)).items():
-        found = with_equal_rounds_at_once(written_out, parts)
+    by_rounds = parts_by_rounds(written_out)
+    examples = example_dims(written_out, inputs) if by_rounds else {}
+    for rounds, parts in by_rounds.items():
+        of_batch = [one for one in parts if one.whole in examples]
+        found = with_equal_rounds_at_once(written_out, of_batch) if of_batch else None
         if found is not None:
             yield inline(found), rounds
 

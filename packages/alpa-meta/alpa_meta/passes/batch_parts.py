@@ -5,18 +5,18 @@ Cuts of one value at places that cover it are the parts of its rounds:
     x[0:8], x[8:16], x[16:24]       blocks, as of jnp.split and lax.dynamic_slice at known places
     x[0::3], x[1::3], x[2::3]       every third
 
-of a value that the step makes of its batch before any derivative.
+of a value that the step makes before any derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
 from attrs import frozen
 from jax import Array
 
-from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, shape_of
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_plain, shape_of
 from alpa_meta.operators.cutting import Taken, taken
 from alpa_meta.passes.operator_keys import literal_key, operator_key
 from alpa_meta.step.phases import is_derived
@@ -40,28 +40,26 @@ class Parts:
         return jnp.moveaxis(apart, self.dim + (not self.blocks), 0)
 
 
-def parts_by_rounds(
-    program: ClosedJaxpr, per_example: Collection[Var]
-) -> Mapping[int, Sequence[Parts]]:
-    """Return the parts that cover values of examples, by the number of rounds, most first."""
+def parts_by_rounds(program: ClosedJaxpr) -> Mapping[int, Sequence[Parts]]:
+    """Return the parts that cover arrays, by the number of rounds, most first."""
     origin: dict[Var, tuple[Var, Taken]] = {}
     cutters: dict[Var, JaxprEqn] = {}
     derived: set[Var] = set()
     first: dict[Var, Var] = {}  # the same value, as it is first made
-    made: dict[Hashable, JaxprEqn] = {}
+    made: dict[Hashable, Var] = {}
     found: dict[tuple[Var, int, int, int], dict[int, list[Var]]] = {}
     for eqn in program.jaxpr.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         cuts = taken(eqn)
-        if not cuts and (is_derived(eqn) or not derived.isdisjoint(operands)):
+        if not derived.isdisjoint(operands) or is_derived(eqn) and not cuts:
             derived.update(eqn.outvars)
-        elif not eqn.effects and not cuts:
-            known = made.setdefault(_value_key(eqn, first), eqn)
-            first.update(zip(eqn.outvars, known.outvars, strict=True))
+        elif len(eqn.outvars) == 1 and not eqn.effects:
+            (value,) = eqn.outvars
+            first[value] = made.setdefault(_value_key(eqn, first), value)
         for var, cut in zip(eqn.outvars, cuts, strict=False):
             operand = first.get(operands[0], operands[0])
             whole, cut = _of_first(operand, cut, origin)
-            if whole in per_example and whole not in derived:
+            if is_plain(whole) and whole not in derived:
                 origin[var], cutters[var] = (whole, cut), eqn
                 of_size = found.setdefault((whole, cut.dim, cut.size, cut.stride), {})
                 of_size.setdefault(cut.start, []).append(var)

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, is_drop, with_eqns
 from alpa_meta.operators.random import draws_alike_mapped
 from alpa_meta.passes.added_equations import at_line_of, equations_of, jaxpr_of
 from alpa_meta.passes.batch_parts import Parts
@@ -136,9 +136,10 @@ class _Rounds:
             for atoms in operands
         ]
         self._matched.update(eqns)
-        self.body.append(eqns[-1].replace(invars=invars))
+        outvars = [Var(var.aval) if is_drop(var) else var for var in eqns[-1].outvars]
+        self.body.append(eqns[-1].replace(invars=invars, outvars=outvars))
         results = zip(*(eqn.outvars for eqn in eqns), strict=True)
-        self.values.update((values[-1], values) for values in results)
+        self.values.update(zip(outvars, results, strict=True))
 
     def written(self) -> list[JaxprEqn]:
         """Return the equations of the program, the rounds at once."""

@@ -5,8 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import alpa_meta as alpa
+from alpa_meta.passes.batch_parts import parts_by_rounds
+from alpa_meta.passes.equal_rounds import with_equal_rounds_at_once
 from alpa_meta.step.program import Step
 
 LAYERS, WIDTH, EXAMPLES, ROUNDS = 4, 8, 24, 4
@@ -181,6 +184,21 @@ def inside_the_loss(weights, batch):
     return _moved(weights, jax.value_and_grad(loss)(weights))
 
 
+def with_more_told_of_the_first(weights, batch):
+    def loss(weights, part):
+        largest, places = jax.lax.top_k(part["x"], 2)
+        return _loss(weights, part) * jnp.mean(largest), places
+
+    total, first = _zeros(weights), None
+    for k in range(ROUNDS):
+        (value, places), gradients = jax.value_and_grad(loss, has_aux=True)(
+            weights, _part(batch, k)
+        )
+        total = _add(total, (value, gradients))
+        first = places if k == 0 else first
+    return _moved(weights, total), first
+
+
 def with_keys_of_the_hardware(weights, batch):
     keys = jax.random.split(jax.random.key(1, impl="rbg"), ROUNDS)
     parts = jax.tree.map(lambda x: x.reshape(ROUNDS, SIZE, *x.shape[1:]), batch)
@@ -263,6 +281,18 @@ def test_rounds_that_are_not_equal_or_not_only_added_up_are_not_cut_and_right(st
     with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
         _require_right(step, {"num_microbatches": 2})
     _require_right(step, {})
+
+
+def test_what_only_the_first_round_tells_is_right():
+    _require_right(with_more_told_of_the_first, {})
+    program = Step(with_more_told_of_the_first, (_state(), _batch()))
+    parts = parts_by_rounds(program.traced(None)[0])[ROUNDS]
+    found = with_equal_rounds_at_once(program.traced(None)[0], parts)
+    assert found is not None
+    plain = jax.jit(with_more_told_of_the_first)(_state(), _batch())
+    args = jax.tree.leaves((_state(), _batch()))
+    for a, b in zip(jaxpr_as_fun(found)(*args), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
 def test_all_rounds_at_once_have_the_equations_of_one():
