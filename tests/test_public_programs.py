@@ -42,6 +42,13 @@ def test_programs_agree_with_one_device_in_microbatches(agrees, name):
         "flax_nnx:adversarial_images",
         # the actor's loss reads the critic behind its update
         "optax_transforms:soft_actor_critic",
+        "accumulated_gradients:first_round_in_front",
+        "accumulated_gradients:first_round_told_by_a_condition",
+        "accumulated_gradients:rounds_of_examples_that_lie_apart",
+        "accumulated_gradients:optax_gradients_of_each",
+        "accumulated_gradients:nnx_rounds_written_out",
+        pytest.param("accumulated_gradients:optax_microbatches", marks=pytest.mark.bulk),
+        pytest.param("accumulated_gradients:optax_running_means", marks=pytest.mark.bulk),
         # all of the loss is behind a gradient: the first layers have nothing
         "optax_transforms:adversarial_training",
     ],

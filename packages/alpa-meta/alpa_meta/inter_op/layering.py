@@ -63,6 +63,14 @@ def tensor_bytes(atom: Atom) -> float:
     return float(size * getattr(getattr(aval, "dtype", None), "itemsize", 8))
 
 
+def _whole_bytes(program: Program, var: Var) -> float:
+    """Return the bytes of a value of the whole batch, so that layers are the same at every size of
+    microbatches."""
+    placement = program.placements.get(var)
+    parts = program.num_microbatches if placement is not None and placement.kind == "split" else 1
+    return parts * tensor_bytes(var)
+
+
 def clustered_positions(program: Program) -> list[int]:
     """Return the positions of the forward equations that are clustered into layers, in order."""
     return _clustered(program, _floating(program.jaxpr.eqns))
@@ -92,10 +100,11 @@ def assign_layers(
     for k, place in zip(forward, clustered, strict=True):
         layers[k] = int(place)
     num_layers = max((int(place) for place in clustered), default=0) + 1
+    inputs, sizes = jaxpr.invars, functools.partial(_whole_bytes, program)
     held = _backward_layers(
-        eqns, phases, layers, floating, num_layers, jaxpr.invars, program.totals
+        eqns, phases, layers, floating, num_layers, inputs, program.totals, sizes
     )
-    _update_layers(eqns, phases, layers, floating, held)
+    _update_layers(eqns, phases, layers, floating, held, sizes)
     pairs = list(zip(layers, phases, strict=True))
     eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
     layers, phases = [], []
@@ -103,12 +112,11 @@ def assign_layers(
         assert isinstance(label, tuple)
         layers.append(label[0])
         phases.append(label[1])
-    inputs = set(jaxpr.invars)
     readers: dict[Var, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "update" and layer is not None:
             for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom in inputs:
+                if not isinstance(atom, Literal) and atom in readers:
                     readers[atom].add(layer)
     return Layering(
         tuple(eqns),
@@ -143,6 +151,7 @@ def _backward_layers(
     num_layers: int,
     inputs: Sequence[Var],
     totals: Mapping[Var, Var],
+    sizes: Callable[[Var], float],
 ) -> dict[Var, int]:
     """Assign layers to backward equations; return the layer of every value computed so far.
 
@@ -181,7 +190,7 @@ def _backward_layers(
         else:
             layer = max(
                 range(ceiling + 1),
-                key=lambda q: (sum(tensor_bytes(a) for a in residuals if q in available[a]), q),
+                key=lambda q: (sum(sizes(a) for a in residuals if q in available[a]), q),
             )
         layers[k] = layer
         for var in eqn.outvars:
@@ -200,6 +209,7 @@ def _update_layers(
     layers: list[int | None],
     floating: set[int],
     home: dict[Var, int],
+    sizes: Callable[[Var], float],
 ) -> None:
     """Assign layers to the tensor equations of the update, following parameters and gradients."""
     update = [k for k, phase in enumerate(phases) if phase == "update" and k not in floating]
@@ -223,7 +233,7 @@ def _update_layers(
             read, made = arrays[k]
             known = [atom for atom in read if atom in home]
             if known:
-                layer = home[max(known, key=tensor_bytes)]
+                layer = home[max(known, key=sizes)]
             elif layers[k] is None and any(var in home for var in made):
                 layer = home[next(var for var in made if var in home)]
             else:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from attrs import frozen
 from jax import Array
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
@@ -192,6 +193,41 @@ _cut = functools.partial(
 def is_front(eqn: JaxprEqn, dim: int) -> bool:
     """Return whether an operator takes the first elements along a dim, and leaves the others."""
     return eqn.primitive.name == "slice" and _spacing(eqn, dim) == (0, 1)
+
+
+@frozen
+class Taken:
+    """What an operator takes of its operand along `dim`: `size` elements from `start` on, every
+    `stride`-th; of the other dims all."""
+
+    dim: int
+    start: int
+    size: int
+    stride: int
+
+
+def taken(eqn: JaxprEqn) -> Sequence[Taken]:
+    """Return what each result of a cut along one dim is of its operand, empty for anything else."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "split":
+        places = itertools.accumulate(params["sizes"], initial=0)
+        pairs = zip(places, params["sizes"])
+        return [Taken(params["axis"], int(start), int(size), 1) for start, size in pairs]
+    dims = _moving_dims(eqn) if name == "slice" else set()
+    if len(dims) != 1:
+        return []
+    (dim,) = dims
+    size, strides = result_shapes(eqn)[0][dim], params["strides"]
+    stride = 1 if strides is None or size == 1 else strides[dim]
+    return [Taken(dim, params["start_indices"][dim], size, stride)]
+
+
+def joined_dim(eqn: JaxprEqn) -> int | None:
+    """Return the dim along which an equation puts its operands one behind the other, a new one or
+    not, if it does."""
+    names = {"concatenate": "dimension", "stack": "axis"}
+    name = names.get(eqn.primitive.name)
+    return None if name is None else int(eqn.params[name])
 
 
 REARRANGEMENTS = {"slice": "part", "pad": "padded", "concatenate": "joined", "split": "parts"}

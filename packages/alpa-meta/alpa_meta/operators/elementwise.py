@@ -264,6 +264,25 @@ def is_sum(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("add", "add_any")
 
 
+_LINEAR: dict[str, tuple[tuple[int, str], ...]] = {
+    "add": ((0, "+"), (1, "+")),
+    "add_any": ((0, "+"), (1, "+")),
+    "sub": ((0, "+"), (1, "-")),
+    "neg": ((0, "-"),),
+    "mul": ((0, "*"), (1, "*")),
+    "div": ((0, "/"),),
+    "copy": ((0, "+"),),
+}
+
+
+def linear_terms(eqn: JaxprEqn) -> tuple[tuple[int, str], ...]:
+    """Return how the result is linear in operands: (position, "+" or "-") where it is added or
+    taken away, "*" or "/" where the other operand multiplies or divides it; else empty."""
+    if eqn.primitive.name == "convert_element_type":
+        return ((0, "+"),) if addends(eqn) else ()
+    return _LINEAR.get(eqn.primitive.name, ())
+
+
 _ADDENDS = {"add": (0, 1), "add_any": (0, 1), "sub": (0,), "scatter-add": (0,)}
 
 

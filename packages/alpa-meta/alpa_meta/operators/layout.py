@@ -8,7 +8,7 @@ import math
 from jax import Array, lax
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import Atom, JaxprEqn, shape_of
 from alpa_meta.operators.operator import (
     FIRST,
     Dim,
@@ -235,3 +235,9 @@ def counted_dim(eqn: JaxprEqn) -> int | None:
 def is_unspecified(eqn: JaxprEqn) -> bool:
     """Return whether the result of an equation is left unspecified, since nothing reads it."""
     return eqn.primitive.name in ("empty", "empty2")
+
+
+def filled_with(eqn: JaxprEqn) -> Atom | None:
+    """Return the number that an equation fills its result with, if it does nothing else."""
+    fills = eqn.primitive.name == "broadcast_in_dim" and shape_of(eqn.invars[0]) == ()
+    return eqn.invars[0] if fills else None

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn, dtype_of
+from alpa_meta.compat import JaxprEqn, dtype_of, open_jaxpr, subjaxprs
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
@@ -53,6 +53,16 @@ def _run_draw(call: LocalCall) -> list[Array]:
 def _counts(eqn: JaxprEqn) -> bool:
     """Return whether an equation draws from keys of the counter-based generator."""
     return str(dtype_of(eqn.invars[0])) == "key<fry>"
+
+
+def draws_alike_mapped(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, and all inside it, draws from each of several keys what it would
+    draw from that key alone: the hardware's generator draws once for all keys."""
+    keys = [str(getattr(atom.aval, "dtype", "")) for atom in eqn.invars]
+    bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
+    return not any(key.startswith("key<") and key != "key<fry>" for key in keys) and all(
+        draws_alike_mapped(inner) for body in bodies for inner in body.eqns
+    )
 
 
 def _run_bits(call: LocalCall) -> list[Array]:

@@ -14,7 +14,7 @@ its own, whose values before each round are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from attrs import frozen
@@ -33,18 +33,45 @@ from alpa_meta.compat import (
     scan_counts,
     with_eqns,
 )
+from alpa_meta.microbatch.example_dims import example_dims
+from alpa_meta.microbatch.placement import Placement
 from alpa_meta.operators.elementwise import addends, is_sum
+from alpa_meta.operators.random import draws_alike_mapped
 from alpa_meta.operators.regions import bodies, is_scan
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
+from alpa_meta.passes.batch_parts import parts_by_rounds
+from alpa_meta.passes.equal_rounds import with_equal_rounds_at_once
 from alpa_meta.passes.live import live_eqns
+from alpa_meta.passes.written_out_loops import with_loops_written_out
 from alpa_meta.step.phases import holds_gradient
 from alpa_meta.step.trace import inline
 from alpa_meta.types import Function
 
 
-def with_rounds_at_once(program: ClosedJaxpr) -> tuple[ClosedJaxpr, int]:
-    """Return the program without loops of gradient accumulation, and how many parts of the batch
-    they had, the most that several have in common; 1 where there is none."""
+def with_rounds_at_once(
+    program: ClosedJaxpr, inputs: Sequence[Placement | None]
+) -> Iterator[tuple[ClosedJaxpr, int]]:
+    """Yield programs of the same results without gradient accumulation, and how many parts of the
+    batch it had: without its loops, and with what is written out at once, loops among it.
+
+    `inputs` are the placements of what has examples, None of other inputs.
+    """
+    loops = _without_loops(program)
+    if loops is not None:
+        yield loops
+    written_out = with_loops_written_out(program)
+    by_rounds = parts_by_rounds(written_out)
+    examples = example_dims(written_out, inputs) if by_rounds else {}
+    for rounds, parts in by_rounds.items():
+        of_batch = [one for one in parts if one.whole in examples]
+        found = with_equal_rounds_at_once(written_out, of_batch) if of_batch else None
+        if found is not None:
+            yield inline(found), rounds
+
+
+def _without_loops(program: ClosedJaxpr) -> tuple[ClosedJaxpr, int] | None:
+    """Return the program without loops whose rounds may run at once, and how many parts of the
+    batch they had, the most that several have in common; None where there is none."""
     eqns: list[JaxprEqn] = []
     rounds = 0
     for eqn in program.jaxpr.eqns:
@@ -54,7 +81,7 @@ def with_rounds_at_once(program: ClosedJaxpr) -> tuple[ClosedJaxpr, int]:
         else:
             eqns += loop.at_once()
             rounds = math.gcd(rounds, eqn.params["length"])
-    return (inline(with_eqns(program, eqns)), rounds) if rounds else (program, 1)
+    return (inline(with_eqns(program, eqns)), rounds) if rounds else None
 
 
 @frozen(eq=False)
@@ -141,7 +168,7 @@ def _loop(eqn: JaxprEqn) -> _Loop | None:
     (closed,) = bodies(eqn)
     body = open_jaxpr(closed)
     num_consts, num_carry, _ = scan_counts(eqn)
-    if eqn.effects or consts(closed):
+    if eqn.effects or consts(closed) or not draws_alike_mapped(eqn):
         return None
     carries = body.invars[num_consts : num_consts + num_carry]
     depends = _inputs_of(body)

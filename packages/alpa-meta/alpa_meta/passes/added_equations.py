@@ -10,6 +10,7 @@ import jax
 
 from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Var, dtype_of, open_jaxpr, shape_of
 from alpa_meta.operators.rewrites.replacement import instantiated
+from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.trace import inline
 from alpa_meta.types import DType, Function
 
@@ -26,7 +27,12 @@ def equations_of(
     return instantiated(made, inputs, outputs)
 
 
-@functools.lru_cache(maxsize=1 << 10)  # a gradient is added up as those of equal layers are
+def at_line_of(replaced: JaxprEqn, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Return equations as of the user's line of the one that they are put in place of."""
+    return [eqn.replace(source_info=replaced.source_info) for eqn in eqns]
+
+
+@cached_by_program(1 << 10)  # a gradient is added up as those of equal layers are
 def _traced(
     function: Function[object],
     told: tuple[Hashable, ...],

@@ -102,6 +102,7 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
     last = _last_losses(eqns, producer, tagged, derived, moved)
     tagged -= last
     later = (moved & _ancestors(eqns, producer, tagged) & (examples | derived)) - tagged
+    later |= (_descendants(eqns, producer, later) & derived) - tagged
     earlier = _ancestors(eqns, producer, later) - later
     marked, tagged = [k for k in marked if k not in earlier], tagged - earlier
     gradients = set(marked) if marked else tagged
@@ -171,6 +172,16 @@ def _is_transposed(eqn: JaxprEqn, derivative: re.Pattern[str], outer: str = "") 
         return True
     bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
     return any(_is_transposed(inner, derivative, stack) for body in bodies for inner in body.eqns)
+
+
+def is_derived(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is of a function that is differentiated, or of its derivative."""
+    return _OUTERMOST.search(name_stack(eqn)) is not None
+
+
+def is_of_backward_pass(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or one inside it, is of a backward pass."""
+    return _is_transposed(eqn, _OUTERMOST)
 
 
 def holds_gradient(eqn: JaxprEqn) -> bool:

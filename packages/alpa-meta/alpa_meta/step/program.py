@@ -281,13 +281,14 @@ class Step:
     @functools.cached_property
     def _whole(self) -> tuple[Whole, int]:
         """The step on the whole batch, and the most equal parts that it can be cut into: where it
-        has a loop of gradient accumulation, whose rounds it runs at once then, as many as those."""
+        accumulates gradients, with all rounds at once, as many as those, or as a round has examples
+        where those of each lie apart."""
         closed, size = self.traced(self.batch_size)[0], self.batch_size or 1
-        at_once, rounds = with_rounds_at_once(closed)
-        if rounds > 1 and size % rounds == 0:
+        for at_once, rounds in with_rounds_at_once(closed, _examples(self)) if size > 1 else ():
             whole = _classified(self, at_once)
-            if not _cut(whole, rounds).reasons:
-                return whole, rounds
+            for most in (rounds, size // rounds) if size % rounds == 0 else ():
+                if most > 1 and not _cut(whole, most).reasons:
+                    return whole, most
         return _classified(self, closed), size
 
     @functools.cached_property
@@ -396,8 +397,12 @@ def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype_of(given.var))
 
 
+def _examples(step: Step) -> list[Placement | None]:
+    return [split(0) if is_batch else None for is_batch in step._batch]
+
+
 def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
-    placements = example_dims(closed, [split(0) if is_batch else None for is_batch in step._batch])
+    placements = example_dims(closed, _examples(step))
     phases = classify(open_jaxpr(closed).eqns, placements)
     flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "classified")
     inputs = step.leaves
@@ -423,12 +428,11 @@ def _in_slices(whole: Whole, step: Step) -> Whole:
     """Return the step on its whole batch, the tokens in slices."""
     of_eqn, batch = whole.phases.of_eqn, step._batch
     made = in_wanted_slices(whole.closed, of_eqn, batch, step.slices)
-    examples = [split(0) if is_batch else None for is_batch in batch]
     return evolve(
         whole,
         closed=made.closed,
         phases=evolve(whole.phases, of_eqn=made.phases),
-        placements=example_dims(made.closed, examples),
+        placements=example_dims(made.closed, _examples(step)),
         slices=made.slices,
         slice_of=made.slice_of,
     )

@@ -314,8 +314,33 @@ def agrees_in_four_microbatches(step):
     )
 
 
+def generator_of_noise_after_discriminator(w, batch):
+    """The generator's gradient, not its loss, is all that reads the discriminator's last layer."""
+
+    def score(d, x):
+        return jnp.tanh(x @ d["first"]) @ d["last"]
+
+    def made(a):
+        return jax.random.normal(jax.random.key(1), (8, 6)) @ a
+
+    def discriminate(d):
+        return jnp.mean(score(d, made(w["a"]))) - jnp.mean(score(d, batch["x"] @ w["a"]))
+
+    discriminator = {"first": w["b"], "last": w["a"][:, 0]}
+    gradient = jax.grad(discriminate)(discriminator)
+    moved = jax.tree.map(lambda d, g: d - 0.1 * g**2, discriminator, gradient)
+    loss, gradient = jax.value_and_grad(lambda a: -jnp.mean(score(moved, made(a))))(w["a"])
+    return {"a": w["a"] - 0.1 * gradient, "b": moved["first"] + moved["last"].sum()}, loss
+
+
 @pytest.mark.parametrize(
-    "step", [sharpness_aware, actor_after_critic, generator_after_discriminator]
+    "step",
+    [
+        sharpness_aware,
+        actor_after_critic,
+        generator_after_discriminator,
+        generator_of_noise_after_discriminator,
+    ],
 )
 def test_a_loss_reads_what_the_gradient_of_an_earlier_one_has_moved(step):
     agrees_in_four_microbatches(step)
