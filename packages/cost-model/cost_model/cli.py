@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,10 @@ def clusters(
         str | None, typer.Argument(help="Preset, preset:devices, or a TOML file; none lists all.")
     ] = None,
 ) -> None:
-    """List the clusters that are known by name, or print one with its constants and sources."""
+    """List the clusters known by name, or show one in detail.
+
+    In detail: each constant with its unit and source.
+    """
     if name is None:
         _console.print(_preset_table())
         return
@@ -52,25 +56,34 @@ def clusters(
 @app.command()
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the profile; else the user's profiles.")
+        Path | None,
+        typer.Option(
+            help="File to write the profile to.", show_default="NAME.json in the user's profiles"
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the profile; else the kind of device.")
+        str | None, typer.Option(help="Name of the profile.", show_default="the kind of device")
     ] = None,
     devices: Annotated[
-        int, typer.Option(help="XLA host devices for collectives, on machines without accelerator.")
+        int,
+        typer.Option(min=1, help="XLA host devices for collectives, without an accelerator."),
     ] = 4,
     diff: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Compare two stored profiles instead of measuring."),
+        typer.Option(
+            metavar="A.json B.json", help="Compare two stored profiles instead of measuring."
+        ),
     ] = None,
 ) -> None:
-    """Measure this machine (under a minute) and store the profile that the planner then uses."""
+    """Measure this machine for the planner (under a minute).
+
+    The profile of its kernels and collectives is stored; later plans use it.
+    """
     if diff is not None:
         _console.print(_difference_table(_read(diff[0]), _read(diff[1])))
         return
-    if devices < 1:
-        raise typer.BadParameter(f"--devices must be at least 1, got {devices}")
+    if out is not None:
+        _check_writable(out)
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):  # read when jax starts its first device
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
@@ -94,6 +107,19 @@ def _measured(name: str | None) -> Profile:
                 _console.print(f"{position}/{count} {what}")
 
         return run_calibration(JaxMeasurer(), name, show)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before a minute is spent on what it is to hold."""
+    why = "Is a directory" if path.is_dir() else None
+    folder = next(one for one in path.absolute().parents if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror
+    if why is not None:
+        raise typer.BadParameter(f"{path}: cannot be written: {why}; give another to --out")
 
 
 def _read(path: Path) -> Profile:
