@@ -310,8 +310,8 @@ class ParallelStep(Generic[P, R]):
         call = self._pure(self._born(positional(self._function, args, keywords)))
         evaluation = self._lowered(call).evaluation
         self._evaluated.add(self._latest)
-        step = self._cache[self._latest][0]
-        return call.finish(step.rebuilt(evaluation(step.flatten(call.args))), call.objects)
+        step, _, traced = self._cache[self._latest]
+        return traced.finish(step.rebuilt(evaluation(step.flatten(call.args))), call.objects)
 
     def init(self, make: Function[PyTree], *args: PyTree, batch: PyTree = None) -> PyTree:
         """Return make(*args), every array made where the plan wants it, never whole on one device.
