@@ -383,7 +383,7 @@ class ParallelStep(Generic[P, R]):
         """
         from alpa_meta.audit.numerics import single_device_reference
 
-        call = self._pure(args)
+        call = self._pure(self._born(args))
         executable = self._lowered(call).compile()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(call.args)):
             return executable.audit()

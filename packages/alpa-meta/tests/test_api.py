@@ -145,3 +145,17 @@ def test_steps_and_plans_are_shown_as_people_read_them(parallel):
 
 def test_arguments_may_be_named(parallel):
     assert parallel.lower(batch=BATCH, weight=WEIGHT) is parallel.lower(WEIGHT, BATCH)
+
+
+def test_a_state_that_no_batch_is_known_for_says_so_where_it_is_looked_into():
+    state = alpa.parallelize(step, cluster="host:2").init(lambda: {"w": jnp.eye(8)})
+    with pytest.raises(alpa.PlanError, match="the state's 'w' is made by init"):
+        _ = state["w"]
+    with pytest.raises(AttributeError, match="the state's 'params' is made by init"):
+        _ = state.params
+
+
+def test_a_state_that_is_not_made_yet_is_audited():
+    parallel = alpa.parallelize(step, cluster="host:2", num_stages=1)
+    audit = parallel.audit(parallel.init(lambda: jnp.asarray(WEIGHT)), jnp.asarray(BATCH))
+    assert audit.ok and audit.numerics is not None
