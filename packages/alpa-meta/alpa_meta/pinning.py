@@ -58,6 +58,8 @@ def pin(x: PyTree, spec: Spec) -> PyTree:
     "y", or `Options.axis_names`); nothing but the planner reads it, so the step also runs anywhere
     else. With gradients, the gradient of `x` is pinned alike.
     """
+    if isinstance(spec, str):
+        raise PlanError(f"pin(x, spec) takes one entry per dim, such as ('x', None), got {spec!r}")
     entries = tuple(
         _FREE if entry is _FREE else tuple(_names(entry)) or None for entry in tuple(spec)
     )

@@ -9,6 +9,7 @@ import pytest
 
 import alpa_meta as alpa
 import stage_dp
+from alpa_meta.types import PyTree
 from cost_model import cluster
 
 WEIGHT, BATCH = np.eye(8, dtype=np.float32), np.ones((4, 8), np.float32)
@@ -159,3 +160,47 @@ def test_a_state_that_is_not_made_yet_is_audited():
     parallel = alpa.parallelize(step, cluster="host:2", num_stages=1)
     audit = parallel.audit(parallel.init(lambda: jnp.asarray(WEIGHT)), jnp.asarray(BATCH))
     assert audit.ok and audit.numerics is not None
+
+
+THREE: PyTree = 3  # of no type, as what users without a type checker give
+NOTHING: PyTree = None
+TEXT: PyTree = "r c -> r c"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (lambda plan: alpa.parallelize(THREE), TypeError, "a training step, a function, got 3"),
+        (
+            lambda plan: alpa.parallelize(step, cluster=THREE).plan_for(WEIGHT, BATCH),
+            alpa.PlanError,
+            "cluster must be a name .* got 3",
+        ),
+        (
+            lambda plan: alpa.parallelize(step, plan=plan, num_stages=3).plan_for(WEIGHT, BATCH),
+            alpa.PlanError,
+            "Options.plan has num_stages=1, but Options.num_stages is 3",
+        ),
+        (
+            lambda plan: alpa.parallelize(step, plan=plan, schedule="gpipe").plan_for(
+                WEIGHT, BATCH
+            ),
+            alpa.PlanError,
+            "has schedule='1f1b', but Options.schedule is 'gpipe'",
+        ),
+        (
+            lambda plan: alpa.explain(plan, NOTHING),
+            alpa.PlanError,
+            "have not, got None",
+        ),
+        (lambda plan: alpa.pin(WEIGHT, "xy"), alpa.PlanError, "one entry per dim, .* got 'xy'"),
+        (
+            lambda plan: alpa.sharding_rule("my_kernel", TEXT),
+            TypeError,
+            "the rule of 'my_kernel' must be a function",
+        ),
+    ],
+)
+def test_what_is_given_wrongly_is_said_with_what_came(parallel, mistake, error, message):
+    with pytest.raises(error, match=message):
+        mistake(parallel.plan)
