@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alpa_interchange.cluster import ClusterSpec, LinkSpec
-from alpa_interchange.document import DocumentError, load
+from alpa_interchange.document import DocumentError, load, why_unwritable
 from cost_model.calibration import NARROW, ON_ACCELERATORS
 from cost_model.calibration import calibrate as run_calibration
 from cost_model.catalogue import HOSTS
@@ -66,7 +65,7 @@ def calibrate(
     ] = None,
     devices: Annotated[
         int,
-        typer.Option(min=1, help="XLA host devices for collectives, without an accelerator."),
+        typer.Option(help="XLA host devices for collectives, without an accelerator."),
     ] = 4,
     diff: Annotated[
         tuple[Path, Path] | None,
@@ -82,8 +81,11 @@ def calibrate(
     if diff is not None:
         _console.print(_difference_table(_read(diff[0]), _read(diff[1])))
         return
-    if out is not None:
-        _check_writable(out)
+    if devices < 1:
+        raise typer.BadParameter(f"--devices must be at least 1, got {devices}")
+    why = None if out is None else why_unwritable(out)
+    if why is not None:
+        raise typer.BadParameter(f"{out}: cannot be written: {why}; give another file to --out")
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):  # read when jax starts its first device
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
@@ -107,19 +109,6 @@ def _measured(name: str | None) -> Profile:
                 _console.print(f"{position}/{count} {what}")
 
         return run_calibration(JaxMeasurer(), name, show)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before a minute is spent on what it is to hold."""
-    why = "Is a directory" if path.is_dir() else None
-    folder = next(one for one in path.absolute().parents if one.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        why = error.strerror
-    if why is not None:
-        raise typer.BadParameter(f"{path}: cannot be written: {why}; give another to --out")
 
 
 def _read(path: Path) -> Profile:
