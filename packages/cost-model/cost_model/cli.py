@@ -201,7 +201,7 @@ def _short(value: Any) -> str:
     if value == 0:
         return "0 "
     exponent = max(-4, min(5, math.floor(math.log10(abs(value)) / 3)))
-    prefix = {-4: "p", -3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
+    prefix = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
     return f"{value / 1000**exponent:.4g} {prefix[exponent]}"
 
 
