@@ -138,18 +138,6 @@ def train(
     """
     if ray and ray_address is None and plan is None and resume is None:
         stages = stages or 2
-    chosen = _given(
-        stages=stages,
-        microbatches=microbatches,
-        token_slices=token_slices,
-        schedule=schedule,
-        recompute=recompute,
-    )
-    if plan is not None and chosen:
-        raise PlanError(
-            f"--plan says how the step runs, so {_options(chosen)} cannot be given with it; leave "
-            "one of them out"
-        )
     parallelism = _parallelism(
         stages, microbatches, token_slices, schedule, recompute, memory, on_nan
     )

@@ -179,14 +179,14 @@ TEXT: PyTree = "r c -> r c"
         (
             lambda plan: alpa.parallelize(step, plan=plan, num_stages=3).plan_for(WEIGHT, BATCH),
             alpa.PlanError,
-            "Options.plan has num_stages=1, but Options.num_stages is 3",
+            "has num_stages=1, but num_stages=3 is asked for",
         ),
         (
             lambda plan: alpa.parallelize(step, plan=plan, schedule="gpipe").plan_for(
                 WEIGHT, BATCH
             ),
             alpa.PlanError,
-            "has schedule='1f1b', but Options.schedule is 'gpipe'",
+            "has schedule='1f1b', but schedule='gpipe' is asked for",
         ),
         (
             lambda plan: alpa.explain(plan, NOTHING),

@@ -86,10 +86,6 @@ def test_a_mounted_command_has_its_own_help(capsys):
         ),
         (["plan", "--cluster", "h100:8@x"], "what follows '@' must be from 1% to 99%"),
         (["train", "--on-nan", "stop"], "--on-nan must be one of raise, skip, got 'stop'"),
-        (
-            ["train", "--plan", "plan.json", "--stages", "3", "--schedule", "1f1b"],
-            "so --stages, --schedule cannot be given with it",
-        ),
         (["train", "--context", "1000000"], "give a smaller --context"),
         (["plan", "--step", "math:pi"], "--step math:pi must name a function without arguments"),
         (["plan", "--step", "math:pi", "--model", "gpt"], "give one of them"),

@@ -336,8 +336,8 @@ def _check_told(plan: ParallelPlan, options: Options) -> None:
         told = getattr(options, name)
         if told not in (None, value):
             raise PlanError(
-                f"Options.plan has {name}={value!r}, but Options.{name} is {told!r}; leave one of "
-                "them out"
+                f"the plan that is given has {name}={value!r}, but {name}={told!r} is asked for; "
+                "leave one of them out"
             )
 
 
