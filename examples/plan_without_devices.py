@@ -5,10 +5,8 @@ Run with: python examples/plan_without_devices.py
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
 import alpa_meta as alpa
-from alpa_meta.report.plan_table import print_plan
 from alpa_meta.trainer.model import GptOptions
 from alpa_meta.trainer.step import OptimiserOptions, make_optimiser, make_state_maker, train_step
 
@@ -17,6 +15,10 @@ make_state = make_state_maker(model, make_optimiser(OptimiserOptions()))
 state = jax.eval_shape(make_state, jax.random.key(0))
 tokens = jax.ShapeDtypeStruct((64, model.context), jnp.int32)
 
-step = alpa.parallelize(train_step, cluster="h100:16")
-plan = step.plan_for(state, {"inputs": tokens, "targets": tokens})
-print_plan(plan, Console())
+
+def show(what, done, total):
+    print(f"{what}: {done} of {total}", flush=True)
+
+
+step = alpa.parallelize(train_step, cluster="h100:16", progress=show)
+print(step.plan_for(state, {"inputs": tokens, "targets": tokens}))

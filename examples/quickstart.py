@@ -30,4 +30,4 @@ for step in range(101):
     state, loss = train_step(state, jax.random.normal(jax.random.key(step), (128, 64)))
     if step % 50 == 0:
         print(f"step {step}: loss {loss:.3f}")
-print("stages:", train_step.plan.num_stages, "devices:", train_step.plan.cluster.num_devices)
+print("planned for", train_step.plan.cluster.name)

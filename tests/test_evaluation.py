@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import alpa_meta as alpa
 
@@ -119,3 +120,20 @@ def test_where_nothing_is_left_to_compute_in_the_last_stage_the_first_one_runs(c
     step = alpa.parallelize(step, num_stages=2, num_microbatches=2, max_mesh_axes=1)
     expected = jnp.tanh(batch @ params[0])
     close(step.evaluate(params, batch), (params, {"first": expected}))
+
+
+def test_nnx_objects_are_evaluated_and_stay_as_they_were(close):
+    def train_step(model, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    batch = jax.random.normal(jax.random.key(0), (8, 8))
+    step = alpa.parallelize(train_step)
+    step(model, optimizer, batch)
+    before = jax.device_get(nnx.state((model, optimizer)))
+    for other in (batch, batch + 1.0):
+        close(step.evaluate(model, optimizer, other), jnp.mean(model(other) ** 2))
+    close(jax.device_get(nnx.state((model, optimizer))), before)

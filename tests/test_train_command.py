@@ -133,7 +133,7 @@ def pipeline(tmp_path_factory):
     """Return a saved plan of two stages and the folder of a run of 12 steps by it."""
     saved, folder = (tmp_path_factory.mktemp("pipeline") / name for name in ("plan.json", "run"))
     assert run(["plan", *SIZES, *PIPELINE, "--out", str(saved)]) == 0
-    _train(folder, "--steps", "12", "--compare", "0", "--plan", str(saved))
+    _train(folder, "--steps", "12", "--compare", "0", *PIPELINE, "--plan", str(saved))
     return saved, folder
 
 

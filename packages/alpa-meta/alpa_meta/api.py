@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, SupportsIndex, TypeAlias, overload
 
 import jax
-import jax.numpy as jnp
 from attrs import evolve
 
 import stage_dp
@@ -22,12 +21,12 @@ from alpa_meta.compat import trace_settings
 from alpa_meta.errors import NonFiniteError, NonFiniteWarning, PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
-from alpa_meta.execution.piecewise import PiecewiseArray, gathered
+from alpa_meta.execution.piecewise import copied, gathered
 from alpa_meta.execution.ray_meshes import RayPool
 from alpa_meta.execution.state import Unborn, laid_out, placed
 from alpa_meta.execution.supervisor import Supervisor
 from alpa_meta.lowered import Lowered
-from alpa_meta.named_cluster import local_cluster, named_cluster
+from alpa_meta.named_cluster import as_cluster, local_cluster
 from alpa_meta.options import Options, with_settings
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
@@ -59,6 +58,8 @@ class ParallelStep(Generic[P, R]):
     def __init__(
         self, function: Callable[P, R], cluster: ClusterSpec | str | None, options: Options
     ) -> None:
+        if not callable(function):
+            raise TypeError(f"parallelize takes a training step, a function, got {function!r}")
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._cluster = cluster
@@ -103,10 +104,8 @@ class ParallelStep(Generic[P, R]):
     @functools.cached_property
     def cluster(self) -> ClusterSpec:
         """The cluster planned for: as given, or the devices of this process."""
-        if isinstance(self._cluster, ClusterSpec):
-            return self._cluster
         if self._cluster is not None:
-            return named_cluster(self._cluster)
+            return as_cluster(self._cluster)
         if self._pool is not None:
             raise PlanError(
                 "runtime='ray' runs on other processes than this one; name the cluster they make, "
@@ -310,8 +309,8 @@ class ParallelStep(Generic[P, R]):
         call = self._pure(self._born(positional(self._function, args, keywords)))
         evaluation = self._lowered(call).evaluation
         self._evaluated.add(self._latest)
-        step = self._cache[self._latest][0]
-        return call.finish(step.rebuilt(evaluation(step.flatten(call.args))), call.objects)
+        step, _, traced = self._cache[self._latest]
+        return traced.finish(step.rebuilt(evaluation(step.flatten(call.args))), call.objects)
 
     def init(self, make: Function[PyTree], *args: PyTree, batch: PyTree = None) -> PyTree:
         """Return make(*args), every array made where the plan wants it, never whole on one device.
@@ -383,7 +382,7 @@ class ParallelStep(Generic[P, R]):
         """
         from alpa_meta.audit.numerics import single_device_reference
 
-        call = self._pure(args)
+        call = self._pure(self._born(args))
         executable = self._lowered(call).compile()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(call.args)):
             return executable.audit()
@@ -392,7 +391,7 @@ class ParallelStep(Generic[P, R]):
             plain = jax.jit(lambda *arrays: arrays_only(function(*arrays)))
             whole = gathered(tuple(arrays))
             reference = single_device_reference(plain, whole, jax.random.key(0))
-        result = self._run(evolve(call, args=jax.tree.map(_fresh, call.args)))
+        result = self._run(evolve(call, args=jax.tree.map(copied, call.args)))
         return executable.audit(reference.check(arrays_only(gathered(result))))
 
     def close(self) -> None:
@@ -491,10 +490,3 @@ def parallelize(
     if function is None:
         return lambda inner: ParallelStep(inner, cluster, chosen)
     return ParallelStep(function, cluster, chosen)
-
-
-def _fresh(leaf: PyTree) -> PyTree:
-    """Return a copy that a step may overwrite."""
-    if isinstance(leaf, PiecewiseArray):
-        return PiecewiseArray([jnp.copy(piece) for piece in leaf.pieces], leaf.bounds)
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -10,8 +10,10 @@ import typer
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all plans.")] = False,
 ) -> None:
-    """Say where plans of earlier searches are kept, how many and how large; ALPA_PLAN_CACHE=0 keeps
-    none."""
+    """Say where plans of earlier searches are kept.
+
+    And how many they are and how large. ALPA_PLAN_CACHE=0 in the environment keeps none.
+    """
     from alpa_meta.planning.plan_store import MAX_BYTES, PlanStore, plan_directory
 
     store = PlanStore(plan_directory())

@@ -1,4 +1,5 @@
-"""The entry point of the command `alpa`: a user's mistake is one message and exit status 2."""
+"""The entry point of the command `alpa`: a user's mistake is one message and exit status 2, an
+error that a user's program raises its traceback and 1."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 
 from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.extras import EXTRA_OF, missing
+from alpa_meta.program_errors import program_traceback
 from alpa_meta.stopping import CommandSignals, stopped_by
 
 EXIT_FAILED_RUN = 1
@@ -24,7 +26,7 @@ def run(arguments: Sequence[str], signals: CommandSignals | None = None) -> int:
     """Return the exit status of a command line; a user's mistake prints one message and gives 2, a
     signal prints which."""
     try:
-        from alpa_meta.commands import application
+        from alpa_meta.command_list import application
 
         application(arguments)(list(arguments), prog_name="alpa")
     except BaseException as error:
@@ -51,7 +53,11 @@ def _failed(error: BaseException) -> int:
         return EXIT_FAILED_RUN
     if isinstance(error, ImportError) and error.name in EXTRA_OF:
         return _refused(str(missing(str(error.name), "this command")))
-    raise error
+    found = program_traceback(error) if isinstance(error, Exception) else None
+    if found is None:
+        raise error
+    print(f"alpa: the program raised an error\n{found}", end="", file=sys.stderr)
+    return EXIT_FAILED_RUN
 
 
 def _refused(message: str) -> int:

@@ -1,13 +1,13 @@
-"""The commands of `alpa`. What a command needs is imported when it runs."""
+"""The commands `alpa train`, `plan` and `show`. What each needs is imported when it runs."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +30,6 @@ from alpa_meta.errors import PlanError
 from alpa_meta.extras import require
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.types import Fields, Function
-from alpa_meta.versions import installed_versions
 from alpa_meta.writable import check_file
 
 if TYPE_CHECKING:
@@ -41,53 +40,6 @@ if TYPE_CHECKING:
     from mesh_runtime import RayOptions
 
 WIDTH = 120  # of the output where it is no terminal
-
-MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "audit": (
-            "alpa_meta.audit.cli:audit",
-            "Check that compiled programs are their plans; exit status 0 only if all of them are.",
-        ),
-        "compare": (
-            "alpa_meta.compare:compare_command",
-            "Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model, "
-            "or two saved plans.",
-        ),
-        "explain": (
-            "alpa_meta.plan_commands:explain_command",
-            "Say of each decision of a saved plan what the next best alternative would cost.",
-        ),
-        "what-if": (
-            "alpa_meta.plan_commands:what_if_command",
-            "Re-plan a saved plan for other memory, links or hosts in seconds, without its "
-            "program.",
-        ),
-        "cache": (
-            "alpa_meta.cache_command:cache",
-            "Say where plans of earlier searches are kept, how many and how large; "
-            "ALPA_PLAN_CACHE=0 keeps none.",
-        ),
-        "trace": (
-            "alpa_meta.report.run_commands:trace",
-            "Write the predicted and executed lanes of a run's last step for Perfetto or Chrome.",
-        ),
-        "top": (
-            "alpa_meta.report.run_commands:top",
-            "Watch a run: its step, what each mesh spends its time on, slow meshes, memory.",
-        ),
-        "clusters": (
-            "cost_model.cli:clusters",
-            "List the clusters that are known by name, or print one with its constants and "
-            "sources.",
-        ),
-        "calibrate": (
-            "cost_model.cli:calibrate",
-            "Measure this machine (under a minute) and store the profile that the planner then "
-            "uses.",
-        ),
-    }
-)
-"""Commands that stand elsewhere: module:function, imported only to run it, and its first line."""
 
 _FIELDS = {"layers": "num_layers", "heads": "num_heads"}  # of GptOptions, where named otherwise
 _PUBLISHED_SIZES: Mapping[str, str] = MappingProxyType(
@@ -115,56 +67,6 @@ def with_sizes(command: Function[None]) -> Function[None]:
 
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
-
-
-def application(arguments: Sequence[str]) -> typer.Typer:
-    """Return the command `alpa`, of what stands elsewhere only what `arguments` run."""
-    app = typer.Typer(
-        name="alpa",
-        help="Plans how a JAX training step runs fastest on a cluster, and runs it there.",
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(alpa)
-    for command in (train, show):
-        app.command()(command)
-    app.command(epilog=f"Published models (--model): {', '.join(PUBLISHED)}.")(plan)
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
-    for name, (place, line) in MOUNTED.items():
-        if name == chosen:
-            module, _, function = place.partition(":")
-            app.command(name)(getattr(import_module(module), function))
-        else:
-            app.command(name, help=line)(_elsewhere)
-    return app
-
-
-def _elsewhere() -> None:
-    """Stand for a command in the list of them."""
-
-
-def _print_versions(wanted: bool) -> None:
-    if wanted:
-        for name, number in installed_versions().items():
-            typer.echo(f"{name} {number}")
-        raise typer.Exit
-
-
-def alpa(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=_print_versions,
-            help="Print the versions of all packages.",
-        ),
-    ] = False,
-) -> None:
-    """Plans how a JAX training step runs fastest on a cluster, and runs it there."""
 
 
 @with_sizes
@@ -228,14 +130,17 @@ def train(
         typer.Option(help="Run on the Ray cluster at this address (auto: that of this machine)."),
     ] = None,
 ) -> None:
-    """Plan and train the bundled byte-level GPT on the standard library's source text, or --step.
+    """Plan and train the bundled GPT, or a program of your own.
 
-    A program of your own trains on its one batch, or on those that its iterator gives. Both write
-    checkpoints, from which --resume goes on.
+    The GPT is byte-level and trains on the source of Python's standard library; a program of your
+    own (--step) on its one batch, or on those that its iterator gives. Both write checkpoints, from
+    which --resume goes on.
     """
     if ray and ray_address is None and plan is None and resume is None:
         stages = stages or 2
-    parallelism = _parallelism(stages, microbatches, token_slices, schedule, recompute, memory)
+    parallelism = _parallelism(
+        stages, microbatches, token_slices, schedule, recompute, memory, on_nan
+    )
     workers = _ray_options(ray, ray_address)
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
     fixed = {**sizes, **optimiser, **_given(seed=seed)}
@@ -323,7 +228,11 @@ def plan(
         typer.Option(help="Write the schedule to this CSV file of torch.distributed.pipelining."),
     ] = None,
 ) -> None:
-    """Plan a training step for any cluster, without executing it and without its devices."""
+    """Plan a training step for any cluster, without its devices.
+
+    Nothing is executed: what is planned is the bundled GPT, a published or a corpus model
+    (--model), or a program of your own (--step).
+    """
     from alpa_meta.trainer.planning import PlanRequest, make_plan
 
     if model is not None and step is not None:
@@ -417,6 +326,7 @@ def _parallelism(
     schedule: str | None,
     recompute: str | None,
     memory: str | None,
+    on_nan: str | None = None,
 ) -> Parallelism:
     from alpa_meta.options import Options
     from alpa_meta.trainer.planning import Parallelism
@@ -424,9 +334,10 @@ def _parallelism(
     kinds = recompute.split(",") if recompute and "," in recompute else recompute
     try:
         sliced = _slices(token_slices)
-        options = Options(memory=memory, recompute=kinds, **_given(schedule=schedule, **sliced))
+        given = _given(schedule=schedule, on_nan=on_nan, **sliced)
+        options = Options(memory=memory, recompute=kinds, **given)
     except PlanError as error:
-        raise PlanError(str(error).replace("Options.", "--")) from None
+        raise PlanError(_of_command_line(error)) from None
     return Parallelism(
         num_stages=stages,
         num_microbatches=microbatches,
@@ -436,6 +347,18 @@ def _parallelism(
         recompute=options.recompute,
         memory=options.memory,
     )
+
+
+def _of_command_line(error: PlanError) -> str:
+    """Return what a refused field of `Options` is called on the command line."""
+    names = re.sub(r"Options\.(num_)?(\w+)", lambda m: f"--{m[2].replace('_', '-')}", str(error))
+    for of_the_library in (
+        ", or None for the planner's choice",
+        ", or None",
+        ", a mapping from layers to them",
+    ):
+        names = names.replace(of_the_library, "")
+    return names
 
 
 def _slices(text: str | None) -> Fields:

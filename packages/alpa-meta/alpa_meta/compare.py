@@ -243,7 +243,12 @@ def compare_command(
     ] = "host:8",
     preset: Annotated[
         list[str] | None,
-        typer.Option(help=f"Parallelism to compare with; repeatable. {', '.join(DEFAULT_PRESETS)}"),
+        typer.Option(
+            metavar="NAME",
+            help="Parallelism to compare with; repeatable: dp, zero2, zero3 (fsdp), megatron, "
+            "megatron-sp, 2d or expert.",
+            show_default=", ".join(DEFAULT_PRESETS),
+        ),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run", help="Also run every plan, on host devices, and audit it.")
@@ -255,10 +260,11 @@ def compare_command(
         bool, typer.Option("--json", help="Of two saved plans: print JSON instead of tables.")
     ] = False,
 ) -> None:
-    """Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model, or two
-    saved plans.
+    """Compare a model's plan with named parallelisms, or two plans.
 
-    Exit status 1 if, with --run, a compiled program is not its plan.
+    The planner's plan of a model stands beside those of data parallelism, ZeRO, Megatron and 2D
+    parallelism; of two saved plans of one program all differences are told. Exit status 1 if, with
+    --run, a compiled program is not its plan.
     """
     if other is not None or (model or "").endswith(".json"):
         if model is None or other is None or step is not None:
@@ -278,7 +284,7 @@ def compare_command(
     except ValueError as error:
         raise PlanError(str(error)) from None
     if (model is None) == (step is None):
-        raise PlanError("alpa compare needs a model or --step module:function, one of them")
+        raise PlanError("alpa compare needs a model or --step module:function, not both")
     prepare_environment(count if run else 1)
     from alpa_meta.own_step import load_step, named_model
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 from attrs import evolve
 
@@ -37,8 +39,18 @@ def _with_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:
     return evolve(cluster, host_groups=groups)
 
 
-def named_cluster(name: str) -> ClusterSpec:
+def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
+    """Return a cluster that is given itself or by name."""
+    return cluster if isinstance(cluster, ClusterSpec) else named_cluster(cluster)
+
+
+def named_cluster(name: str | os.PathLike[str]) -> ClusterSpec:
     """Return the cluster of a preset or a TOML file; PlanError if there is none."""
+    if not isinstance(name, str | os.PathLike):
+        raise PlanError(
+            "cluster must be a name such as 'h100:16', a TOML file, a ClusterSpec "
+            f"or None for the devices of this process, got {name!r}"
+        )
     try:
         return cluster_by_name(name)
     except (ValueError, OSError) as error:

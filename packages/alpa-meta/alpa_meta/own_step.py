@@ -20,12 +20,12 @@ from importlib import import_module
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from attrs import frozen
 from jax.tree_util import PyTreeDef
 
 from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build, published
 from alpa_meta.errors import PlanError
+from alpa_meta.execution.piecewise import copied
 from alpa_meta.execution.state import Unborn
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.arguments import num_arguments
@@ -203,7 +203,7 @@ def _of_two(step: Function[PyTree], state: PyTree, batch: PyTree) -> Function[Py
 
 def _copied(tree: PyTree) -> PyTree:
     leaves, rebuild = flat_objects(tree)
-    return rebuild([jnp.copy(x) if isinstance(x, jax.Array) else x for x in leaves])
+    return rebuild(list(map(copied, leaves)))
 
 
 def _alike(one: PyTree, other: PyTree) -> bool:

@@ -8,6 +8,8 @@ named axes are planned for; a name that none of them has is ignored, with a warn
 
 from __future__ import annotations
 
+import difflib
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -56,6 +58,8 @@ def pin(x: PyTree, spec: Spec) -> PyTree:
     "y", or `Options.axis_names`); nothing but the planner reads it, so the step also runs anywhere
     else. With gradients, the gradient of `x` is pinned alike.
     """
+    if isinstance(spec, str):
+        raise PlanError(f"pin(x, spec) takes one entry per dim, such as ('x', None), got {spec!r}")
     entries = tuple(
         _FREE if entry is _FREE else tuple(_names(entry)) or None for entry in tuple(spec)
     )
@@ -101,10 +105,14 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Spec])
         if path in left_out:
             continue
         if path not in by_path:
-            close = [name for name in by_path if path.strip("'[]") in name][:5]
+            keys = set(re.findall(r"\w+", path))
+            close = [name for name in by_path if keys <= set(re.findall(r"\w+", name))]
+            close = close or difflib.get_close_matches(path, by_path, n=3)
+            hint = "did you mean" if close else "its inputs are"
+            names = list(close or by_path)
             raise PlanError(
-                f"Options.pins names {path!r}, which is no input of the step"
-                + (f"; did you mean {close}?" if close else "")
+                f"Options.pins names {path!r}, which is no input of the step; {hint} "
+                f"{', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
             )
         for var in by_path[path]:
             made = _on_mesh(spec, tuple(shape_of(var)), mesh, f"the pin of {path!r}")

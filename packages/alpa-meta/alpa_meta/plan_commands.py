@@ -36,7 +36,10 @@ def explain_command(
         Path | None, typer.Option(help="Draw what the alternatives cost into this PNG file.")
     ] = None,
 ) -> None:
-    """Say of each decision of a saved plan what the next best alternative would cost."""
+    """Say what the next best alternative of each decision costs.
+
+    Of a saved plan, with its menu (plan.menu.json), without its program.
+    """
     from alpa_meta.planning.explanation import explain
     from alpa_meta.report import plan_changes
     from alpa_meta.report.progress import stages_progress
@@ -76,9 +79,10 @@ def what_if_command(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Re-plan a saved plan for other memory, links or hosts in seconds, without its program.
+    """Re-plan a saved plan for other memory, links or hosts.
 
-    With other hosts, what of the state must move is listed.
+    From its menu (plan.menu.json), in seconds, without its program. With other hosts, what of the
+    state must move is listed.
     """
     from alpa_meta.planning import replanning
     from alpa_meta.planning.state_moves import state_moves

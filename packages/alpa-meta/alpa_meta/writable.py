@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from alpa_meta.errors import PlanError
@@ -13,14 +12,8 @@ def check_file(path: Path | None, option: str, makes_folder: bool = False) -> No
     make its folder."""
     if path is None:
         return
-    why = "Is a directory" if path.is_dir() else None
-    folder = path.parent
-    if makes_folder:
-        folder = next(one for one in path.absolute().parents if one.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        why = error.strerror
+    from alpa_interchange.document import why_unwritable  # with numpy, which --help does without
+
+    why = why_unwritable(path, makes_folder=makes_folder)
     if why is not None:
         raise PlanError(f"{path}: cannot be written: {why}; choose another file with {option}")

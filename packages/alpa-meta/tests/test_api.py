@@ -9,6 +9,7 @@ import pytest
 
 import alpa_meta as alpa
 import stage_dp
+from alpa_meta.types import PyTree
 from cost_model import cluster
 
 WEIGHT, BATCH = np.eye(8, dtype=np.float32), np.ones((4, 8), np.float32)
@@ -145,3 +146,61 @@ def test_steps_and_plans_are_shown_as_people_read_them(parallel):
 
 def test_arguments_may_be_named(parallel):
     assert parallel.lower(batch=BATCH, weight=WEIGHT) is parallel.lower(WEIGHT, BATCH)
+
+
+def test_a_state_that_no_batch_is_known_for_says_so_where_it_is_looked_into():
+    state = alpa.parallelize(step, cluster="host:2").init(lambda: {"w": jnp.eye(8)})
+    with pytest.raises(alpa.PlanError, match="the state's 'w' is made by init"):
+        _ = state["w"]
+    with pytest.raises(AttributeError, match="the state's 'params' is made by init"):
+        _ = state.params
+
+
+def test_a_state_that_is_not_made_yet_is_audited():
+    parallel = alpa.parallelize(step, cluster="host:2", num_stages=1)
+    audit = parallel.audit(parallel.init(lambda: jnp.asarray(WEIGHT)), jnp.asarray(BATCH))
+    assert audit.ok and audit.numerics is not None
+
+
+THREE: PyTree = 3  # of no type, as what users without a type checker give
+NOTHING: PyTree = None
+TEXT: PyTree = "r c -> r c"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (lambda plan: alpa.parallelize(THREE), TypeError, "a training step, a function, got 3"),
+        (
+            lambda plan: alpa.parallelize(step, cluster=THREE).plan_for(WEIGHT, BATCH),
+            alpa.PlanError,
+            "cluster must be a name .* got 3",
+        ),
+        (
+            lambda plan: alpa.parallelize(step, plan=plan, num_stages=3).plan_for(WEIGHT, BATCH),
+            alpa.PlanError,
+            "has num_stages=1, but num_stages=3 is asked for",
+        ),
+        (
+            lambda plan: alpa.parallelize(step, plan=plan, schedule="gpipe").plan_for(
+                WEIGHT, BATCH
+            ),
+            alpa.PlanError,
+            "has schedule='1f1b', but schedule='gpipe' is asked for",
+        ),
+        (
+            lambda plan: alpa.explain(plan, NOTHING),
+            alpa.PlanError,
+            "have not, got None",
+        ),
+        (lambda plan: alpa.pin(WEIGHT, "xy"), alpa.PlanError, "one entry per dim, .* got 'xy'"),
+        (
+            lambda plan: alpa.sharding_rule("my_kernel", TEXT),
+            TypeError,
+            "the rule of 'my_kernel' must be a function",
+        ),
+    ],
+)
+def test_what_is_given_wrongly_is_said_with_what_came(parallel, mistake, error, message):
+    with pytest.raises(error, match=message):
+        mistake(parallel.plan)

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from alpa_meta import commands
+from alpa_meta import command_list
 from alpa_meta.cli import run
 
 SIGNALLED = """
 import gc, os, signal, time
 import subprocess, sys, importlib.abc, importlib.util
-from alpa_meta import cli, commands, stopping
+from alpa_meta import cli, command_list, stopping
 
 # it is ignored where the tests were started in the background of a shell
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,7 +84,7 @@ sys.meta_path.append(Signalled())
 def command(*_, **__):
     {where}()
 
-commands.application = lambda arguments: command
+command_list.application = lambda arguments: command
 cli.main()
 """
 
@@ -120,6 +120,6 @@ def test_an_interrupt_that_python_raises_is_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "application", interrupted)
+    monkeypatch.setattr(command_list, "application", interrupted)
     assert run(["train"]) == 130
     assert capsys.readouterr().err == "alpa: stopped by SIGINT\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alpa_meta.cli import run
-from alpa_meta.commands import MOUNTED
+from alpa_meta.command_list import EXAMPLES, MOUNTED
 
 SOURCE = """
 import jax, jax.numpy as jnp
@@ -33,6 +33,16 @@ def many():
 
 def batch():
     return step, jnp.eye(4) / 2, jnp.ones((8, 4))
+"""
+
+RAISING = """
+def program():
+    raise RuntimeError("no data")
+def unlike():
+    import jax.numpy as jnp
+    def step(w, x):
+        return w @ x, 1
+    return step, jnp.ones((4, 8)), jnp.ones((4, 8))
 """
 
 
@@ -68,8 +78,15 @@ def test_a_mounted_command_has_its_own_help(capsys):
     [
         (["plan", "--schedule", "1f2b"], "--schedule must be one of 1f1b, gpipe"),
         (["plan", "--dtype", "float8"], "'dtype' must be in ('float32', 'bfloat16')"),
-        (["plan", "--memory", "-5"], "--memory: an amount of memory must be above 0"),
+        (["plan", "--memory", "-5"], "--memory: an amount of memory must be finite and above 0"),
         (["plan", "--cluster", "absent.toml"], "absent.toml: cannot be read: No such file"),
+        (
+            ["plan", "--token-slices", "0"],
+            "--token-slices must be a whole number of at least 1",
+        ),
+        (["plan", "--cluster", "h100:8@x"], "what follows '@' must be from 1% to 99%"),
+        (["train", "--on-nan", "stop"], "--on-nan must be one of raise, skip, got 'stop'"),
+        (["train", "--context", "1000000"], "give a smaller --context"),
         (["plan", "--step", "math:pi"], "--step math:pi must name a function without arguments"),
         (["plan", "--step", "math:pi", "--model", "gpt"], "give one of them"),
         (["plan", "--model", "gpt-40b"], "among the published models are gpt"),
@@ -87,6 +104,33 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
     error = capsys.readouterr().err.strip()
     assert error.startswith("alpa: ") and message in error
     assert "Traceback" not in error and "Attribute(" not in error
+
+
+@pytest.mark.parametrize(
+    ("program", "first", "last"),
+    [
+        ("raising:program", 'raising.py", line 3, in program', "RuntimeError: no data"),
+        ("raising:unlike", 'raising.py", line 7, in step', "contracting dimensions"),
+        ("importing:program", 'importing.py", line 1, in <module>', "No module named 'absent_pkg'"),
+        ("unclosed:program", 'unclosed.py", line 1', "SyntaxError"),
+    ],
+)
+def test_an_error_of_the_program_is_told_from_its_own_first_line(program, first, last, capsys):
+    Path("raising.py").write_text(RAISING)
+    Path("importing.py").write_text("import absent_pkg\n")
+    Path("unclosed.py").write_text("def program(:\n")
+    assert run(["plan", "--step", program, "--cluster", "h100:1"]) == 1
+    error = capsys.readouterr().err
+    told = error[error.index("alpa: the program raised an error") :].splitlines()
+    assert first in " ".join(told[1:3]) and last in error
+    assert "alpa_meta" not in "".join(told)
+
+
+def test_the_help_of_a_command_has_examples_of_it(capsys):
+    for name in ("train", "plan", "show", *MOUNTED):
+        assert run([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n    {line}\n" in text for line in EXAMPLES[name])
 
 
 def test_a_published_model_is_planned_by_its_name(capsys):

@@ -118,9 +118,14 @@ def test_a_pin_that_does_not_divide_is_refused_with_the_remedy():
 
 
 def test_a_pin_of_no_input_is_refused():
-    step = alpa.parallelize(make_step(lambda h: h), **ONE_MESH, pins={"params['inn']": P()})
-    with pytest.raises(alpa.PlanError, match="is no input of the step"):
-        step.plan_for(*shapes())
+    for path, hint in (
+        ("params['inn']", r"did you mean \"params\['in'\]\""),
+        ("['in']", r"did you mean \"params\['in'\]\""),
+        ("weights", r"its inputs are \"params\["),
+    ):
+        step = alpa.parallelize(make_step(lambda h: h), **ONE_MESH, pins={path: P()})
+        with pytest.raises(alpa.PlanError, match=f"is no input of the step; {hint}"):
+            step.plan_for(*shapes())
 
 
 def test_a_pin_changes_nothing_where_there_is_no_plan():

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alpa_interchange.cluster import ClusterSpec, LinkSpec
-from alpa_interchange.document import DocumentError, load
+from alpa_interchange.document import DocumentError, load, why_unwritable
 from cost_model.calibration import NARROW, ON_ACCELERATORS
 from cost_model.calibration import calibrate as run_calibration
 from cost_model.catalogue import HOSTS
@@ -37,7 +37,10 @@ def clusters(
         str | None, typer.Argument(help="Preset, preset:devices, or a TOML file; none lists all.")
     ] = None,
 ) -> None:
-    """List the clusters that are known by name, or print one with its constants and sources."""
+    """List the clusters known by name, or show one in detail.
+
+    In detail: each constant with its unit and source.
+    """
     if name is None:
         _console.print(_preset_table())
         return
@@ -52,25 +55,37 @@ def clusters(
 @app.command()
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the profile; else the user's profiles.")
+        Path | None,
+        typer.Option(
+            help="File to write the profile to.", show_default="NAME.json in the user's profiles"
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the profile; else the kind of device.")
+        str | None, typer.Option(help="Name of the profile.", show_default="the kind of device")
     ] = None,
     devices: Annotated[
-        int, typer.Option(help="XLA host devices for collectives, on machines without accelerator.")
+        int,
+        typer.Option(help="XLA host devices for collectives, without an accelerator."),
     ] = 4,
     diff: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Compare two stored profiles instead of measuring."),
+        typer.Option(
+            metavar="A.json B.json", help="Compare two stored profiles instead of measuring."
+        ),
     ] = None,
 ) -> None:
-    """Measure this machine (under a minute) and store the profile that the planner then uses."""
+    """Measure this machine for the planner (under a minute).
+
+    The profile of its kernels and collectives is stored; later plans use it.
+    """
     if diff is not None:
         _console.print(_difference_table(_read(diff[0]), _read(diff[1])))
         return
     if devices < 1:
         raise typer.BadParameter(f"--devices must be at least 1, got {devices}")
+    why = None if out is None else why_unwritable(out)
+    if why is not None:
+        raise typer.BadParameter(f"{out}: cannot be written: {why}; give another file to --out")
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):  # read when jax starts its first device
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
@@ -186,7 +201,7 @@ def _short(value: Any) -> str:
     if value == 0:
         return "0 "
     exponent = max(-4, min(5, math.floor(math.log10(abs(value)) / 3)))
-    prefix = {-4: "p", -3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
+    prefix = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
     return f"{value / 1000**exponent:.4g} {prefix[exponent]}"
 
 

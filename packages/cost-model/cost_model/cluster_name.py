@@ -38,18 +38,20 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
     if stated is not None:
         properties = tuple(stated[3].split(",")[1:])
         return as_run_by(cluster(stated[1], measure=measure), stated[2], properties)
-    certain = re.fullmatch(r"(.+)@([\d.]+)%", text)
-    if certain is not None:
-        return at_quantile(cluster(certain[1], measure=measure), float(certain[2]) / 100)
     if text.endswith(".toml"):
         return read_cluster(text)
+    certain = re.fullmatch(r"(.+)@(.*)", text)
+    if certain is not None:
+        quantile = _quantile(text, certain[2])
+        return at_quantile(cluster(certain[1], measure=measure), quantile)
     preset, _, number = text.partition(":")
     preset = preset.lower()
     if preset != HOST_PROFILE and preset not in HOSTS:
         close = difflib.get_close_matches(preset, cluster_names(), n=4, cutoff=0.4)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(HOSTS)}, host"
+        hint = f"did you mean {', '.join(close)}" if close else f"known: {', '.join(HOSTS)}, host"
         raise ValueError(
-            f"cluster {text!r} is not a preset; {hint} A file of your own must end in .toml"
+            f"cluster {text!r} is not a preset ({hint}) and does not end in .toml, as the file of "
+            "a cluster of your own must"
         )
     hosts, count = _counts(text, number)
     if preset == HOST_PROFILE:
@@ -74,6 +76,17 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
         hosts, count = count // most, most
     group = evolve(group, num_hosts=hosts, devices_per_host=count)
     return ClusterSpec(name=text, host_groups=(group,))
+
+
+def _quantile(text: str, percent: str) -> float:
+    """Return the quantile that "90%" in the name `text` stands for."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)%", percent)
+    if found is None or not 1 <= float(found[1]) <= 99:
+        raise ValueError(
+            f"cluster {text!r}: what follows '@' must be from 1% to 99%, such as 90%, got "
+            f"{percent!r}"
+        )
+    return float(found[1]) / 100
 
 
 def _counts(text: str, number: str) -> tuple[int, int]:

@@ -30,6 +30,10 @@ def test_every_preset_can_be_had():
         ("h100:", "must be a number of devices"),
         ("h100:-8", "must be a number of devices"),
         ("h100:0", "at least 1"),
+        ("h100:8@x", "'h100:8@x': what follows '@' must be from 1% to 99%, such as 90%, got 'x'"),
+        ("h100:8@1.2.3%", "got '1.2.3%'"),
+        ("h100:8@200%", "got '200%'"),
+        ("h100:8@0%", "got '0%'"),
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(name, message):

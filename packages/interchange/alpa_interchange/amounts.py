@@ -56,7 +56,7 @@ def parse_bytes(text: str) -> float:
             f"an amount of memory must look like 16GiB or 500MB, got {text!r}"
         ) from None
     if not 0 < value < math.inf:
-        raise ValueError(f"an amount of memory must be above 0, got {text!r}")
+        raise ValueError(f"an amount of memory must be finite and above 0, got {text!r}")
     return value
 
 

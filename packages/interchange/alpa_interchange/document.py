@@ -105,6 +105,21 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     return _parse(text, kind, _SideCar(arrays), str(path))
 
 
+def why_unwritable(path: Path, *, makes_folder: bool = True) -> str | None:
+    """Return why a file cannot be written, None if it can; what writes it may make its folder.
+
+    To be asked before time is spent on what the file is to hold.
+    """
+    folder = path.parent
+    if makes_folder:
+        folder = next(one for one in path.absolute().parents if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return "Is a directory" if path.is_dir() else None
+    except OSError as error:
+        return error.strerror
+
+
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an `.npz` file by name; its unpacked size is checked first."""
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 from attrs import frozen
 
+_NUMBERS = re.compile(r"u?int(1|2|4|8|16|32|64)|float(0|16|32|64)|float(4|6|8)_\w+")
 _BITS = {"bool": 8, "bfloat16": 16, "complex64": 64, "complex128": 128}
 _BITS |= {"key<fry>": 64, "key<rbg>": 128, "key<urbg>": 128}  # random keys
 
@@ -15,10 +17,13 @@ def dtype_bytes(dtype: str) -> float:
     "float8_e4m3fn")."""
     if dtype in _BITS:
         return _BITS[dtype] / 8
-    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
-    if not digits:
-        raise ValueError(f"dtype {dtype!r} has no known size")
-    return int(digits) / 8
+    found = _NUMBERS.fullmatch(dtype)
+    if found is None:
+        raise ValueError(
+            f"dtype {dtype!r} has no known size; it must be one of jax, such as float32, bfloat16, "
+            "int4 or float8_e4m3fn"
+        )
+    return int(found[1] or found[2] or found[3]) / 8
 
 
 @frozen

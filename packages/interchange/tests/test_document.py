@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_interchange import document
-from alpa_interchange.document import DocumentError, from_json, load, save, to_json
+from alpa_interchange.document import (
+    DocumentError,
+    from_json,
+    load,
+    save,
+    to_json,
+    why_unwritable,
+)
 from alpa_interchange.mesh import LogicalMesh, MeshAxis
 from alpa_interchange.selection import ShardingProblem
 from alpa_interchange.tensor import ShardingSpec, TensorType
@@ -306,3 +313,13 @@ def test_one_wrong_character_is_read_or_refused(position: int, character: str) -
         from_json(text, LogicalMesh)
     except DocumentError:
         pass
+
+
+def test_why_a_file_cannot_be_written_is_told_before_it_is(tmp_path: Path) -> None:
+    assert why_unwritable(tmp_path / "new" / "plan.json") is None
+    assert not (tmp_path / "new").exists()
+    assert why_unwritable(tmp_path / "new" / "plan.json", makes_folder=False) is not None
+    assert why_unwritable(tmp_path) == "Is a directory"
+    (tmp_path / "file").write_text("")
+    assert why_unwritable(tmp_path / "file") is None
+    assert why_unwritable(tmp_path / "file" / "plan.json") == "Not a directory"

@@ -236,19 +236,19 @@ class InProcessRuntime:
         """Execute every instruction in dependency order."""
         tracing = recorder.mode != "none"
         channels: dict[tuple[int, int], deque[tuple[jax.Array, ...]]] = {}
+        arrived: list[dict[str, int]] = [{} for _ in self.meshes]  # positions of receives
         programs = loaded.schedule.programs
         for mesh, position in loaded.order.turns:
             instruction = programs[mesh][position]
             held = buffers[mesh]
             start = recorder.now() if tracing else 0.0
-            read: Sequence[jax.Array] = ()
+            sent: Sequence[jax.Array] = ()
             written: Sequence[jax.Array] = ()
             if instruction.kind == "run":
                 read = [held[name] for name in instruction.inputs]
                 written = call(loaded.programs[mesh], mesh, position, instruction, read)
                 issued.add(mesh, position, instruction, written)
                 held.update(zip(instruction.outputs, written, strict=True))
-                self._paces[mesh].issued(written)
             elif instruction.kind == "send":
                 assert instruction.peer is not None
                 values = tuple(
@@ -260,14 +260,22 @@ class InProcessRuntime:
                 channels.setdefault((mesh, instruction.peer), deque()).append(values)
             elif instruction.kind == "receive":
                 assert instruction.peer is not None
-                read = channels[instruction.peer, mesh].popleft()
-                written = self._receive(loaded, mesh, position, instruction, read)
+                sent = channels[instruction.peer, mesh].popleft()
+                written = self._receive(loaded, mesh, position, instruction, sent)
+                arrived[mesh].update(dict.fromkeys(instruction.outputs, position))
                 held.update(zip(instruction.outputs, written, strict=True))
             else:
                 for name in instruction.inputs:
                     del held[name]
             if tracing:
-                recorder.record(mesh, position, instruction.kind, start, read, written)
+                received = {
+                    arrived[mesh][name] for name in instruction.inputs if name in arrived[mesh]
+                }
+                recorder.record(
+                    mesh, position, instruction.kind, start, sent, written, received=received
+                )
+            if instruction.kind == "run":
+                self._paces[mesh].issued(written)
 
     def _receive(
         self,

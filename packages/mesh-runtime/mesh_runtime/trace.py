@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange.schedule import Instruction
 
@@ -42,8 +42,8 @@ class Recorder:
     Mode "dispatch" notes when the host issued each instruction, "blocking" waits for its results
     before going on (exact durations, meshes one after another). "ready" leaves the step
     asynchronous: two watcher threads per mesh, one for runs and one for receives, wait for results
-    in issue order, so that start = max(issue, previous run done, inputs there) and stop = results
-    there.
+    in issue order, so that start = max(issue, previous run done, received inputs there) and stop =
+    results there. Record an instruction before anything else waits for its results.
     """
 
     def __init__(self, mode: str, num_meshes: int) -> None:
@@ -52,6 +52,7 @@ class Recorder:
         self.mode = mode
         self.origin = time.perf_counter()
         self._timings: list[Timing] = []
+        self._received: dict[tuple[int, int], tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, str], _Watcher] = {}
         if mode == "ready":
@@ -69,15 +70,21 @@ class Recorder:
         position: int,
         kind: str,
         start: float,
-        inputs: Sequence[jax.Array],
+        sent: Sequence[jax.Array],
         outputs: Sequence[jax.Array],
+        received: Iterable[int] = (),
     ) -> None:
-        """Note one issued instruction of a kind; `start` is when its issue began."""
+        """Note one issued instruction of a kind; `start` is when its issue began.
+
+        A receive waits for what was `sent`, a run for the receives of its mesh at the positions
+        `received`.
+        """
         if self.mode == "blocking":
             _wait(outputs)
         watcher = self._watchers.get((mesh, kind))
         if watcher is not None:
-            watcher.items.put((mesh, position, inputs, outputs))
+            self._received[mesh, position] = tuple(received)
+            watcher.items.put((Timing(mesh, position, start, start), sent, outputs))
             return
         self.add(Timing(mesh, position, start, self.now()))
 
@@ -92,25 +99,34 @@ class Recorder:
             watcher.items.put(None)
         for watcher in self._watchers.values():
             watcher.thread.join()
-        return tuple(sorted(self._timings, key=lambda one: (one.start, one.stop, one.mesh)))
+        stops = {(one.mesh, one.position): one.stop for one in self._timings}
+        found = [self._begun(one, stops) for one in self._timings]
+        return tuple(sorted(found, key=lambda one: (one.start, one.stop, one.mesh)))
+
+    def _begun(self, timing: Timing, stops: Mapping[tuple[int, int], float]) -> Timing:
+        """Return a timing that starts when all that its instruction received was there."""
+        mesh, received = timing.mesh, self._received.get((timing.mesh, timing.position), ())
+        return evolve(timing, start=max([timing.start, *(stops[mesh, at] for at in received)]))
 
 
 class _Watcher:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.items: queue.SimpleQueue[
-            tuple[int, int, Sequence[jax.Array], Sequence[jax.Array]] | None
+            tuple[Timing, Sequence[jax.Array], Sequence[jax.Array]] | None
         ] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
+        free = 0.0
         while (item := self.items.get()) is not None:
-            mesh, position, inputs, outputs = item
-            _wait(inputs)
-            start = self.recorder.now()
+            issued, sent, outputs = item
+            _wait(sent)
+            start = max(free, self.recorder.now() if sent else issued.start)
             _wait(outputs)
-            self.recorder.add(Timing(mesh, position, start, self.recorder.now()))
+            free = self.recorder.now()
+            self.recorder.add(evolve(issued, start=start, stop=free))
 
 
 def _wait(arrays: Sequence[jax.Array]) -> None:

@@ -315,7 +315,6 @@ class MeshWorker:
         recorder = state.recorder
         start = recorder.now()
         self.doing.at(state.number, position, instruction)
-        read: Sequence[jax.Array] = ()
         written: Sequence[jax.Array] = ()
         if instruction.kind == "run":
             read = [self._value(state, name) for name in instruction.inputs]
@@ -328,7 +327,6 @@ class MeshWorker:
             written = call(state.loaded.tasks, self.mesh, position, instruction, read)
             state.issued.add(self.mesh, position, instruction, written)
             state.held.update(zip(instruction.outputs, written, strict=True))
-            self._pace.issued(written)
         elif instruction.kind == "send":
             for name in instruction.inputs:
                 self._send(state, position, name, self._value(state, name))
@@ -344,7 +342,9 @@ class MeshWorker:
                     self._receive(state, name, arriving)
         self.most_held = max(self.most_held, len(state.held))
         if recorder.mode != "none":
-            recorder.record(self.mesh, position, instruction.kind, start, read, written)
+            recorder.record(self.mesh, position, instruction.kind, start, (), written)
+        if instruction.kind == "run":
+            self._pace.issued(written)
 
     def _value(self, state: RunningStep, name: str) -> jax.Array:
         """Return a buffer, waiting for it if it has just been received; what came with the step is

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -45,3 +46,23 @@ def test_every_fourth_run_of_a_host_mesh_is_waited_for(meshes):
     for _ in range(8):
         pace.issued([result()])
     assert len(waited) == 2
+
+
+def test_a_run_that_the_pace_waits_for_is_traced_with_all_its_time(meshes):
+    (mesh,) = meshes(1, (4, 2))
+    slow = jax.jit(lambda x: (jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ y), x),))
+    run = Instruction(kind="run", task="slow", inputs=("x",), outputs=("y",))
+    runtime = InProcessRuntime([mesh], trace="ready")
+    runtime.load(
+        PipelineSchedule(name="one", num_stages=1, num_microbatches=1, programs=((run,),)),
+        executables={"slow": slow},
+        shardings=[{"x": P()}],
+    )
+    runtime.put({"x": np.ones((200, 200), np.float32)})
+    runtime.step({})  # compiles
+    seconds = []
+    for _ in range(8):
+        runtime.step({})
+        (event,) = runtime.trace
+        seconds.append(event.stop - event.start)
+    assert min(seconds) > max(seconds) / 10

@@ -18,12 +18,12 @@ def test_blocking_waits_for_results_and_ready_does_not():
         recorder = Recorder(mode, 1)
         start = recorder.now()
         result = slow(x)
-        recorder.record(0, 0, "run", start, [x], [result])
+        recorder.record(0, 0, "run", start, [], [result])
         issued = recorder.now()
         (event,) = recorder.finish()
         assert result.is_ready()
         assert (event.stop <= issued) == (mode == "blocking")
-        assert event.stop - event.start > 0
+        assert event.start == start and event.stop > start
 
 
 def test_results_donated_before_they_were_seen_are_passed_over():
@@ -40,3 +40,15 @@ def test_events_are_sorted_by_start():
         recorder.record(1, position, "run", start, [], [])
     found = [(event.position, event.start) for event in recorder.finish()]
     assert found == [(1, 0.1), (2, 0.2), (0, 0.3)]
+
+
+def test_a_run_starts_once_what_it_received_is_there():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: jnp.sin(y @ y), x))
+    x = jnp.ones((400, 400))
+    slow(x).block_until_ready()
+    recorder = Recorder("ready", 1)
+    arriving = slow(x)
+    recorder.record(0, 0, "receive", 0.0, [x], [arriving])
+    recorder.record(0, 1, "run", 0.0, [], [arriving + 1], received=[0])
+    receive, run = recorder.finish()
+    assert run.start >= receive.stop > receive.start

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alpa_interchange.amounts import format_bytes, format_seconds
 from alpa_interchange.cluster import ClusterSpec
-from alpa_interchange.document import load, save
+from alpa_interchange.document import load, save, why_unwritable
 from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
 from resharding.network import ISSUE_MODELS, Network, network_of
 from resharding.notation import parse_network, parse_placed, parse_tensor
@@ -32,7 +32,9 @@ example    resharding plan --tensor int32[1024,1024] --from 2x4:S0,R --to 3x4:R,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="resharding", description="Cross-mesh resharding.")
+    parser = argparse.ArgumentParser(
+        prog="resharding", description="Moves sharded tensors between meshes of devices."
+    )
     commands = parser.add_subparsers(required=True)
     planning = commands.add_parser(
         "plan",
@@ -44,8 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planning.add_argument("--from", dest="source", required=True, help="layout that it has")
     planning.add_argument("--to", dest="target", required=True, help="layout that it gets")
     planning.add_argument("--cluster", default="", help="network or file; default: 10 Gbit/s cards")
-    planning.add_argument("--issue", choices=ISSUE_MODELS, default="device")
-    planning.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")
+    planning.add_argument(
+        "--issue",
+        choices=ISSUE_MODELS,
+        default="device",
+        help="what works off operations one by one: a worker per host, a stream per device, or "
+        "none, all at once (default: %(default)s)",
+    )
+    planning.add_argument(
+        "--strategy",
+        choices=("auto", *STRATEGIES),
+        default="auto",
+        metavar="NAME",
+        help=f"one of {', '.join(STRATEGIES)}; auto compares them by simulation (default)",
+    )
     planning.add_argument("--picture", type=Path, help="PNG file to draw the transfers into")
     planning.add_argument("--save", type=Path, help="JSON file to write the plan into")
     given = parser.parse_args(arguments)
@@ -58,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(given: argparse.Namespace) -> None:
+    for option, path in (("--picture", given.picture), ("--save", given.save)):
+        why = None if path is None else why_unwritable(path, makes_folder=option == "--save")
+        if why is not None:
+            raise ValueError(f"{path}: cannot be written: {why}; choose another file with {option}")
     source = parse_placed(given.source)
     target = parse_placed(given.target, first_host=max(source.hosts) + 1)
     task = ReshardingTask(tensor=parse_tensor(given.tensor), source=source, target=target)

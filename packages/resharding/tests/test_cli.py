@@ -73,6 +73,9 @@ def test_the_picture_of_many_devices_can_be_opened(tmp_path):
         ({"--cluster": "missing.json"}, "missing.json: cannot be read"),
         ({"--tensor": "int32[8 8]"}, r"a tensor must look like float32\[1024,512\]"),
         ({"--tensor": "int32[99999999999999999999,8]"}, r"a tensor has at most 2\*\*50 elements"),
+        ({"--tensor": "float99[8,8]"}, "dtype 'float99' has no known size"),
+        ({"--picture": "."}, "cannot be written: Is a directory; .* --picture"),
+        ({"--save": "/dev/null/plan.json"}, "cannot be written: Not a directory; .* --save"),
         ({"--from": "9999999x9:S0,R"}, "a mesh has at most 16384 devices, got 89999991"),
     ],
 )

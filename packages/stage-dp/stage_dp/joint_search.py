@@ -371,10 +371,12 @@ class _Search:
                 f"{stages} stages; name another schedule"
             )
         if not any(self.bounds.covers(s) for s in self.settings):
+            wanted = self.problem.num_stages
+            stages, fewer = (f" as {wanted} stages", "fewer stages, ") if wanted else ("", "")
             return InfeasibleError(
-                f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
-                f"with {counts} microbatches; add smaller meshes, rows whose batch_split "
-                "divides the samples of a microbatch, or allow idle devices"
+                f"no chain of the menu's meshes covers all {self.layers} layers{stages} on the "
+                f"devices with {counts} microbatches; ask for {fewer}smaller meshes, rows whose "
+                "batch_split divides the samples of a microbatch, or idle devices"
             )
         remedy = "rows that keep less (recomputation, sharded state) or more devices"
         return InfeasibleError(

@@ -27,7 +27,7 @@ def audit(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL|PLAN.json]",
+            metavar="MODEL|PLAN.json",
             help="Corpus model to audit, with its size if not tiny (gpt, llama:small), or a saved "
             "plan, whose program --model or --step names.",
         ),
@@ -63,10 +63,11 @@ def audit(
         bool, typer.Option("--all", help="Show every collective, not only what differs.")
     ] = False,
 ) -> None:
-    """Check that compiled programs are their plans; exit status 0 only if all of them are.
+    """Check that compiled programs are their plans.
 
-    Every collective of the compiled program is accounted for by planned ones: XLA may merge them or
-    drop redundant ones, but not add one, change its kind or axes, or move more bytes.
+    Exit status 0 only if all of them are. Every collective of the compiled program is accounted for
+    by planned ones: XLA may merge them or drop redundant ones, but not add one, change its kind or
+    axes, or move more bytes.
     """
     shape = _mesh_shape(mesh)
     num_devices = math.prod(shape)
@@ -152,7 +153,7 @@ def _jobs(
         programs = [step]
     elif (what is None) == (not corpus):
         raise PlanError(
-            "alpa audit needs either a corpus model (alpa audit gpt) or --corpus; "
+            "alpa audit needs either a corpus model (alpa audit gpt) or --corpus, and not both; "
             f"the corpus has {', '.join(NAMES)}"
         )
     elif models and not corpus:

@@ -178,6 +178,13 @@ def parted(program: Program, leaves: Sequence[PyTree]) -> list[PyTree]:
     ]
 
 
+def copied(leaf: PyTree) -> PyTree:
+    """Return a leaf that a step may overwrite: of arrays a copy, anything else as it is."""
+    if isinstance(leaf, PiecewiseArray):
+        return PiecewiseArray([jnp.copy(piece) for piece in leaf.pieces], leaf.bounds)
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
 def united(program: Program, results: Sequence[PyTree]) -> list[PyTree]:
     """Return the leaves of the user's result for the outputs of `program`, stacked ones in
     pieces; None for those of which a part is None."""

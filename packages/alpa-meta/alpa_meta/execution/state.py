@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from alpa_meta.execution.executable import Executable
 
 
+_LATER = (
+    "made by init() only once the batch is known; call the step first, or pass the batch's shapes: "
+    "init(make, ..., batch=...)"
+)
+
+
 @frozen(eq=False)
 class Unborn:
     """State that `init` was asked for before the batch's shapes were known; the first step makes
@@ -28,10 +34,13 @@ class Unborn:
     args: tuple[PyTree, ...]
 
     def __iter__(self) -> Iterator[PyTree]:
-        raise PlanError(
-            "several states are made by init() only once the batch is known; pass its shapes: "
-            "init(make, ..., batch=...)"
-        )
+        raise PlanError(f"several states are {_LATER}")
+
+    def __getitem__(self, key: object) -> PyTree:
+        raise PlanError(f"the state's {key!r} is {_LATER}")
+
+    def __getattr__(self, name: str) -> PyTree:
+        raise AttributeError(f"the state's {name!r} is {_LATER}")
 
     def shapes(self) -> PyTree:
         """Return the state to be with shapes for its arrays; leaves that are no arrays as they

@@ -81,6 +81,13 @@ def register(
     Pallas kernels are told apart by their name: "pallas_call:flash_forward" is the kernel called
     with `pl.pallas_call(..., name="flash_forward")`, "pallas_call" any other.
     """
+    for name, function in (("rule", rule), ("local", local)):
+        if not callable(function):
+            raise TypeError(
+                f"the {name} of {primitive_name!r} must be a function (of the equation, such as "
+                "`lambda eqn: ShardingRule.parse(...)`, or of a LocalCall), got "
+                f"{function!r}"
+            )
     groups = _groups(primitive_name, linear_in)
     if groups and linear:
         raise ValueError(

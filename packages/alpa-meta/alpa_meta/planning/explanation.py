@@ -232,11 +232,15 @@ def _meshes(base: Priced, problem: JointProblem, number: int) -> Iterator[Altern
             if other != number
         ]
         others = [_only(problem, left, starts)]
-        yield _best(base, "logical mesh", where, mesh_text(mesh.logical), others)
+        chosen = mesh_text(mesh.logical)
+        yield _best(base, "logical mesh", where, chosen, others, lambda one: mesh_text(one.logical))
     left = [k for k in range(len(menu.meshes)) if k not in same]
     others = [_only(problem, left, [])] if left else []
-    chosen = f"{submesh.num_hosts} x {submesh.devices_per_host} devices"
-    yield _best(base, "submesh", where, chosen, others)
+    yield _best(base, "submesh", where, _devices_text(mesh), others, _devices_text)
+
+
+def _devices_text(mesh: MeshMenu) -> str:
+    return f"{mesh.submesh.num_hosts} x {mesh.submesh.devices_per_host} devices"
 
 
 def _only(
@@ -252,22 +256,28 @@ def _best(
     where: str,
     chosen: str,
     problems: Sequence[tuple[JointProblem, list[Known]]],
+    mesh_of: Callable[[MeshMenu], str] | None = None,
 ) -> Alternative:
-    """Return the best plan of some problems as the alternative to a decision."""
-    plans = []
+    """Return the best plan of some problems as the alternative to a decision; to one about meshes
+    with what `mesh_of` says of its own."""
+    plans: list[tuple[JointPlan, JointProblem]] = []
     for problem, starts in problems:
         try:
-            plans.append(stage_dp.solve_joint(problem, *starts))
+            plans.append((stage_dp.solve_joint(problem, *starts), problem))
         except stage_dp.InfeasibleError:
             continue
     if not plans:
         return Alternative(decision=decision, where=where, chosen=chosen, instead="")
-    found = min(plans, key=lambda plan: plan.step_seconds)
+    found, problem = min(plans, key=lambda one: one[0].step_seconds)
+    instead = described(found)
+    if mesh_of is not None:
+        meshes = dict.fromkeys(mesh_of(problem.menu.meshes[one.mesh]) for one in found.stages)
+        instead = f"{' and '.join(meshes)} ({instead})"
     return Alternative(
         decision=decision,
         where=where,
         chosen=chosen,
-        instead=described(found),
+        instead=instead,
         seconds=found.step_seconds - base.plan.step_seconds,
     )
 
@@ -325,7 +335,7 @@ def _of_run(base: Priced, run: range) -> Iterator[Alternative]:
     )
     yield from other(
         "sharding",
-        f"activations {_layout(mesh, row)}",
+        _layout(mesh, row),
         {"the next best": lambda one: one.recomputation == kind and not _alike(one, row)},
     )
 
@@ -354,8 +364,8 @@ def _alike(one: LayerRow, other: LayerRow) -> bool:
 
 def _layout(mesh: MeshMenu, row: LayerRow) -> str:
     """Return the specs in which a row leaves what crosses to the next layer."""
-    specs = re.findall(r"\[[^]]*\]", mesh.layouts[row.layout_out])
-    return " ".join(dict.fromkeys(specs)) or "none"
+    specs = dict.fromkeys(re.findall(r"\[[^]]*\]", mesh.layouts[row.layout_out]))
+    return f"activations {' '.join(specs)}" if specs else "nothing for a next layer"
 
 
 def _rows_kept(base: Priced, run: range, allowed: Allowed, adapting: bool) -> JointProblem:

@@ -47,6 +47,11 @@ def problem_of(
     whole batch is larger than any that rows were made from, and has no bound. `places`: of its
     meshes, those that are of use. Raises PlanError for a cluster that the menu cannot speak of.
     """
+    if not isinstance(kept, KeptMenu):
+        raise PlanError(
+            "a menu must be the KeptMenu of the plan (step.menu, or load_menu), which plans of one "
+            f"device or of num_stages=1 have not, got {kept!r}"
+        )
     cluster = cluster or kept.cluster
     memory = memory or kept.memory
     _check_devices(kept.cluster, cluster)

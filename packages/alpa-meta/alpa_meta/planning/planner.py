@@ -337,9 +337,27 @@ def _warn(planned: Planned, options: Options) -> None:
         )
 
 
+def _check_told(plan: ParallelPlan, options: Options) -> None:
+    """Raise PlanError where options beside a plan of the user's ask for another one."""
+    has = {
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.stage_plan.schedule,
+    }
+    for name, value in has.items():
+        told = getattr(options, name)
+        if told not in (None, value):
+            raise PlanError(
+                f"the plan that is given has {name}={value!r}, but {name}={told!r} is asked for; "
+                "leave one of them out"
+            )
+
+
 @programs_forgotten()
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
+    if options.plan is not None:
+        _check_told(plan, options)
     if plan.program.token_slices and not step.slices:  # the planner's choice
         step = step.in_slices(SliceRequest(plan.program.token_slices))
     if not step.offloads and any(one.memory != "device" for one in plan.program.inputs):

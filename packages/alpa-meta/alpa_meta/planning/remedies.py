@@ -82,7 +82,10 @@ def with_remedies(
     for remedy in _REMEDIES:
         if roomy is not None and (trial.count < MOST_TRIALS or not found):
             found.extend(remedy(trial, roomy))
-    text = ", or ".join(found) or "none that was tried is enough; use a smaller model or batch"
+    none = "none that was tried is enough; use a smaller model or batch"
+    if roomy is None and (options.num_stages or 1) > 1:
+        none = f"fewer than {options.num_stages} stages, since more memory does not help"
+    text = ", or ".join(found) or none
     return InfeasibleError(
         f"{failed}; cheapest remedy: {text}",
         failed.missing_bytes,

@@ -20,6 +20,7 @@ import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, LinkSpec, ParallelPlan
 from alpa_interchange.menu import JointPlan, JointProblem, LayerRow
 from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.named_cluster import as_cluster
 from alpa_meta.planning.menu_prices import Priced, lacking_bytes, near_counts, priced, rows_of
 from alpa_meta.planning.menu_problem import problem_of
 from stage_dp import Known
@@ -72,17 +73,18 @@ class Replanned:
 def replan(
     plan: ParallelPlan,
     menu: KeptMenu,
-    cluster: ClusterSpec | None = None,
+    cluster: ClusterSpec | str | None = None,
     memory: float | None = None,
 ) -> Replanned:
-    """Return the best pipeline of the plan's menu on `cluster` with `memory` bytes per device.
+    """Return the best pipeline of the plan's menu on `cluster` (also by name) with `memory` bytes
+    per device.
 
     `menu` is what the plan was chosen from (`step.menu`, `load_menu`); without a cluster or memory
     those of the plan are kept. Raises InfeasibleError where nothing fits, PlanError where the menu
     cannot tell: of other devices, or a plan that no menu was made for.
     """
     started = time.perf_counter()
-    cluster, memory = cluster or plan.cluster, memory or menu.memory
+    cluster, memory = as_cluster(cluster or plan.cluster), memory or menu.memory
     count = plan.num_microbatches
     old = priced(plan, menu, problem_of(menu, num_microbatches=count))
     every = problem_of(menu, cluster, memory, count)

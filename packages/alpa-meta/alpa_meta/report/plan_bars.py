@@ -24,7 +24,7 @@ MAX_SETTINGS = 4  # beside the chosen one
 def draw_time(axes: Axes, splits: Sequence[TimeSplit]) -> None:
     """Draw what each mesh spends the predicted step on as stacked bars."""
     largest = max(sum(astuple(split)) for split in splits)
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
     parts = {
         name: [getattr(split, name) / scale for split in splits]
@@ -85,15 +85,15 @@ def draw_settings(axes: Axes, plan: ParallelPlan, found: Explanation) -> None:
     axes.set_xlim(left=0)
     axes.set_axis_off()
     doubt = all(distinct for _, _, distinct in bars)
-    note = "by the plan's menu" if doubt else "?: less than predictions are off"
+    note = "by the plan's menu" if doubt else "?: within the error of predictions"
     axes.set_title(
         f"chosen, and the next best settings\n({note})", fontsize=9, color=INK, loc="left"
     )
 
 
 def _setting(one: Alternative) -> str:
-    """Return what differs from the plan: of decisions about meshes what is not chosen."""
-    return f"{one.where} not on {one.decision} {one.chosen}" if one.where else one.instead
+    """Return what differs from the plan: of decisions about meshes the mesh instead."""
+    return f"on {one.instead.partition(' (')[0]}" if one.where else one.instead
 
 
 def _stack(
@@ -118,7 +118,7 @@ def _stack(
         labels = [name.split()[-1] for name in names[::every]]
         axes.set_xticks(places[::every], labels, fontsize=7 if len(names) > 8 else 8)
         axes.set_xlabel(names[0].split()[0], fontsize=8, color=INK)
-    axes.set_xlim(-0.75, max(len(names), 2) - 0.25)
+    axes.set_xlim(-0.75, len(names) - 0.25)
     axes.legend(
         fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True
     )

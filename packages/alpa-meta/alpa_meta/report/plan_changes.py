@@ -77,24 +77,49 @@ def print_explanation(found: Explanation, console: Console) -> None:
         "compared with; with memory lacking, as if it were there."
     )
     if not all(one.distinct for one in found.alternatives):
-        console.print("?: less than predictions are off; measure both to tell them apart.")
+        console.print("?: within the error of predictions; measure both to tell them apart.")
 
 
 def draw_explanation(path: Path, found: Explanation) -> None:
     """Write a picture of what the alternatives cost as PNG at `path`."""
+    from matplotlib.patches import Patch
+
     from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
 
+    colours = {
+        "beyond the error of predictions": SERIES_COLOURS[0],
+        "within the error of predictions": SERIES_COLOURS[5],
+        "does not fit the memory": SERIES_COLOURS[1],
+    }
+    sure, doubtful, lacking = colours
     shown = [one for one in found.alternatives if one.seconds is not None][::-1]
-    with figure_file(path, 9.0, 0.8 + 0.28 * len(shown)) as figure:
+    kinds = [lacking if one.lacking_bytes else sure if one.distinct else doubtful for one in shown]
+    with figure_file(path, 10.0, 1.6 + 0.28 * len(shown)) as figure:
         axes = plain(figure.subplots())
-        colours = [SERIES_COLOURS[1 if one.lacking_bytes else 0] for one in shown]
         shares = [100 * (one.seconds or 0.0) / found.menu_seconds for one in shown]
-        axes.barh(range(len(shown)), shares, color=colours)
-        labels = [f"{one.decision} {one.where}: {one.instead}" for one in shown]
+        axes.barh(range(len(shown)), shares, color=[colours[kind] for kind in kinds])
+        labels = [
+            f"{one.decision}{f' of {one.where}' if one.where else ''}: {one.instead}"
+            for one in shown
+        ]
         axes.set_yticks(range(len(shown)), labels, fontsize=7)
         axes.set_xscale("symlog", linthresh=1.0)
+        axes.xaxis.set_major_formatter(lambda share, _: f"{share:+g} %" if share else "0")
         axes.axvline(0.0, color=INK, linewidth=0.8)
-        axes.set_xlabel("% of the step more; orange: does not fit the memory", fontsize=8)
+        axes.set_xlabel("step time, beside that of the plan", color=INK, fontsize=8)
+        figure.suptitle(
+            "what the next best alternative of each decision would cost: the plan takes "
+            f"{format_seconds(found.menu_seconds)} in the prices of its menu",
+            color=INK,
+            fontsize=9,
+        )
+        figure.legend(
+            handles=[Patch(color=c, label=kind) for kind, c in colours.items() if kind in kinds],
+            loc="outside lower center",
+            ncols=len(colours),
+            frameon=False,
+            fontsize=8,
+        )
 
 
 def print_difference(names: Sequence[str], found: PlanDifference, console: Console) -> None:

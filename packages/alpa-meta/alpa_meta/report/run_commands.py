@@ -26,7 +26,7 @@ from alpa_meta.stopping import stopped_of
 
 REFRESH_SECONDS = 1.0
 NARROW = 80  # columns, below which the times of the parts would be cut off
-Run = Annotated[Path, typer.Argument(help="The folder of a run: what --out of alpa train was.")]
+Run = Annotated[Path, typer.Argument(help="The folder of a run, --out of `alpa train`.")]
 
 
 def trace(
@@ -35,9 +35,10 @@ def trace(
         Path | None, typer.Option(help="File to write.", show_default="RUN/trace.json")
     ] = None,
 ) -> None:
-    """Write the predicted and executed lanes of a run's last step for Perfetto or Chrome.
+    """Write a run's last step for Perfetto or Chrome.
 
-    They stand one below the other, in ui.perfetto.dev or chrome://tracing.
+    The lanes that were predicted stand above those that were executed, in ui.perfetto.dev or
+    chrome://tracing.
     """
     executed = run / "timeline.json"
     if not executed.is_file():
@@ -66,10 +67,17 @@ def top(
         bool, typer.Option("--once", help="Print it once instead of watching.")
     ] = False,
     metrics: Annotated[
-        Path | None, typer.Option(help="What --metrics was.", show_default="RUN/metrics.prom")
+        Path | None,
+        typer.Option(
+            help="The run's newest step, --metrics of `alpa train`.",
+            show_default="RUN/metrics.prom",
+        ),
     ] = None,
 ) -> None:
-    """Watch a run: its step, what each mesh spends its time on, slow meshes, memory."""
+    """Watch a run: what its steps' time goes to, slow meshes.
+
+    Of the newest step and of each mesh, with the memory as planned.
+    """
     from alpa_meta.commands import console
 
     path, terminal = metrics or run / "metrics.prom", console()

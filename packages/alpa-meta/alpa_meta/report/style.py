@@ -24,6 +24,11 @@ PHASE_COLOURS = {
     "send": "#cc79a7",
     "receive": "#0072b2",
 }
+PHASE_LABELS = {  # of the kinds whose label in a legend is not their name
+    "start": "before the microbatches",
+    "backward_input": "backward of inputs",
+    "backward_weight": "backward of weights",
+}
 SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 # What a mesh spends a step on, and what a device holds: the same in every figure.
 TIME_COLOURS = {

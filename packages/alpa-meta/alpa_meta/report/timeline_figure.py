@@ -13,7 +13,14 @@ from matplotlib.patches import Patch
 from alpa_interchange.amounts import counted, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_interchange.schedule import Instruction
-from alpa_meta.report.style import CHARACTER, INK, PHASE_COLOURS, figure_file, plain
+from alpa_meta.report.style import (
+    CHARACTER,
+    INK,
+    PHASE_COLOURS,
+    PHASE_LABELS,
+    figure_file,
+    plain,
+)
 from mesh_runtime import TraceEvent
 
 ROW = 1.0
@@ -156,8 +163,13 @@ def _number(instruction: Instruction, sliced: bool) -> str:
 
 def _phase_patches(shown: set[str]) -> list[Patch]:
     """Return the entries of a legend for the kinds of instructions in `shown`."""
+    labels = dict(PHASE_LABELS)
+    if shown == {"forward + backward"}:
+        labels["forward + backward"] = "whole step"  # the update is part of the one program
     return [
-        Patch(color=colour, label=kind) for kind, colour in PHASE_COLOURS.items() if kind in shown
+        Patch(color=colour, label=labels.get(kind, kind))
+        for kind, colour in PHASE_COLOURS.items()
+        if kind in shown
     ]
 
 

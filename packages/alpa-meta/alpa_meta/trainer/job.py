@@ -323,10 +323,11 @@ def _compare(
             params=params,
             on_step=lambda done: progress(stage, done, len(losses)),
         )
+    of_worst = f" ({found.worst_parameter})" if found.worst_parameter else ""  # none: all are equal
     console.print(
         f"the same {found.num_steps} steps on one device: losses differ by at most "
         f"{found.loss_difference:.1e} nats; parameters by at most {found.parameter_difference:.1e} "
         f"(the largest parameter is {found.parameter_magnitude:.2g}), by tensor at most "
-        f"{found.relative_difference:.1e} of its norm ({found.worst_parameter})"
+        f"{found.relative_difference:.1e} of its norm{of_worst}"
     )
     return found

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from alpa_meta.errors import PlanError
+
 SKIPPED_FOLDERS = ("__pycache__", "idle_test", "site-packages", "dist-packages", "test", "tests")
 HELD_OUT_SHARE = 10  # one file in so many is held out
 
@@ -92,9 +94,9 @@ def spaced_windows(
 def _num_starts(part: Bytes, length: int) -> int:
     num_starts = len(part) - length
     if num_starts < 4:
-        raise ValueError(
-            f"the text has {len(part)} bytes, too few for windows of {length + 1}; "
-            "take a shorter context or more text"
+        raise PlanError(
+            f"the context must be at least 4 bytes shorter than the text, which has {len(part)} "
+            f"bytes, got {length}; give a smaller --context"
         )
     return num_starts
 

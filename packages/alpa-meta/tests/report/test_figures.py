@@ -9,6 +9,7 @@ from matplotlib.text import Text
 from alpa_interchange import Instruction
 from alpa_meta.planning.explanation import Alternative, Explanation
 from alpa_meta.report.loss_figure import draw_loss
+from alpa_meta.report.plan_changes import draw_explanation
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.timeline_figure import draw_timeline
@@ -119,6 +120,50 @@ def test_the_next_best_settings_are_drawn_beside_the_plan(tmp_path, make_plan, d
     assert "2 stages, 4 microbatches, 1f1b: 20 ms" in texts
     assert "4 stages, gpipe: +1 ms" in texts
     assert not any("1 x 4 devices" in text for text in texts)
+
+
+def test_bars_of_an_explanation_are_told_apart_and_named(tmp_path, drawn):
+    other = Alternative(decision="stages", where="", chosen="2 stages", instead="3 stages")
+    found = Explanation(
+        step_seconds=0.02,
+        menu_seconds=0.02,
+        lower_bound=0.01,
+        alternatives=(
+            evolve(other, instead="4 stages", seconds=-1e-3, distinct=False),
+            evolve(other, seconds=2e-3),
+            Alternative(
+                decision="recomputation",
+                where="layer 1",
+                chosen="full",
+                instead="none",
+                seconds=1e-3,
+                lacking_bytes=1e6,
+                stage=0,
+            ),
+        ),
+    )
+    draw_explanation(tmp_path / "alternatives.png", found)
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "recomputation of layer 1: none",
+        "stages: 3 stages",
+        "stages: 4 stages",
+    ]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([5.0, 10.0, -5.0])
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "beyond the error of predictions",
+        "within the error of predictions",
+        "does not fit the memory",
+    ]
+
+
+def test_a_step_of_one_program_is_labelled_as_the_whole(tmp_path, drawn):
+    run = Instruction(kind="run", task="train.0", phase="backward", microbatch=0)
+    event = TraceEvent(0, run, 0.0, 1.0)
+    draw_timeline(tmp_path / "timeline.png", [event], title="a step", mesh_names=["mesh 0"])
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["whole step"]
 
 
 def _runs(count, seconds=1e-3):

@@ -107,7 +107,7 @@ def test_a_run_can_be_watched_and_its_last_step_traced(program, capsys, tmp_path
 
 def test_another_word_is_refused(program, capsys):
     assert program("--on-nan", "stop") == 2
-    assert "on_nan must be one of raise, skip" in capsys.readouterr().err
+    assert "on-nan must be one of raise, skip" in capsys.readouterr().err
 
 
 def test_a_state_made_by_a_function_and_batches_read_by_hosts_train_as_arrays_do(

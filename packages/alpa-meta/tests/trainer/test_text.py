@@ -82,5 +82,5 @@ def test_spaced_windows_start_where_they_say():
 
 
 def test_a_text_shorter_than_a_window_is_refused():
-    with pytest.raises(ValueError, match="too few for windows"):
+    with pytest.raises(ValueError, match="context must be at least 4 bytes shorter than the text"):
         batch_at(np.zeros(10, np.uint8), 0, seed=0, batch_size=1, length=10)
