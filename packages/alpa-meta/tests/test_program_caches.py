@@ -1,5 +1,6 @@
 """Nothing of the process keeps a program that was planned, lowered and run."""
 
+import functools
 import gc
 import weakref
 
@@ -7,6 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import alpa_meta as alpa
+from alpa_meta.compat import JaxprEqn
+from alpa_meta.intra_op.stage_problem import StageEqns
+from alpa_meta.step.program import Program
 
 
 def made():
@@ -37,3 +41,17 @@ def test_a_program_is_freed_with_its_step():
     del step
     gc.collect()
     assert [program() for program in programs] == [None, None]
+
+
+def test_no_other_cache_has_equations_or_programs_for_keys():
+    made()
+    kept = []
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper):
+            name = f"{cached.__module__}.{cached.__qualname__}"
+            entries = [one for one in gc.get_referents(cached) if isinstance(one, dict)]
+            keys = [key for one in entries for key in one if name.startswith("alpa_meta.")]
+            told = [part for key in keys for part in (key if isinstance(key, tuple) else (key,))]
+            if any(isinstance(part, JaxprEqn | Program | StageEqns) for part in told):
+                kept.append(name)
+    assert kept == []
