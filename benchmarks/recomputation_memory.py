@@ -6,26 +6,32 @@ Of each stage its fullest task: arguments, fresh results and temporaries as XLA 
 what the plan reserves for the stage (which holds the activations of all microbatches in flight, a
 task those of one). One stage runs one microbatch, two stages two. GPU programs are compiled ahead
 of time; that needs the extra audit-gpu.
+
+    .venv/bin/python benchmarks/recomputation_memory.py --held [--model gpt] [--stages 2]
+
+Of pipelines on host devices, four microbatches and nothing recomputed, what each mesh of one device
+holds over its schedule beside the plan: buffers, and with temporaries of the fullest program.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 ).strip()
 
 from attrs import frozen
 from rich.console import Console
 
 import alpa_meta
+from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.audit.planner_plans import audit_planned
 from alpa_meta.corpus import CorpusModel, published
 from alpa_meta.corpus.gpt_stacked import build as stacked
@@ -78,6 +84,43 @@ def found(model: CorpusModel, cluster: str, num_stages: int, kind: str) -> Itera
         yield Found(stage=stage, task=task, planned=planned, compiled=tasks[task].peak_bytes)
 
 
+SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble-h1")
+
+
+def held(model: CorpusModel, num_stages: int, schedule: str) -> Iterator[str]:
+    """Yield of each stage what is planned and held, in words."""
+    num_devices = num_stages // 2 if schedule.startswith("interleaved") else num_stages
+    step = alpa_meta.parallelize(
+        model.train_step,
+        cluster=f"host:{num_devices}",
+        num_stages=num_stages,
+        num_microbatches=4,
+        schedule=schedule,
+        recompute="none",
+        exact=False,
+        cache=False,
+    )
+    step.lower(model.state, model.batch)
+    found, peaks = held_memory(step.executable), step.plan.stage_plan.peak_bytes
+    for mesh, one in enumerate(found):
+        planned = sum(peaks[mesh :: len(found)])  # of all stages of a mesh that has several
+        yield (
+            f"{planned / 1e6:.0f}, {one.buffer_bytes / 1e6:.0f}, {one.peak_bytes / 1e6:.0f}, "
+            f"{planned / one.peak_bytes - 1:+.0%} ({one.task})"
+        )
+
+
+def print_held(models: Iterable[str], stages: Iterable[int], console: Console) -> None:
+    """Print one line for each model, number of stages and schedule."""
+    console.print("model stages schedule: MB per stage planned, buffers, with temporaries, ratio")
+    for name, num_stages, schedule in product(models, stages, SCHEDULES):
+        try:
+            told = "; ".join(held(MODELS[name](), num_stages, schedule))
+        except alpa_meta.PlanError as error:
+            told = str(error)
+        console.print(f"{name} {num_stages} {schedule}: {told}")
+
+
 def main() -> None:
     """Print one line for each model, cluster, number of stages, kind and stage."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -85,7 +128,12 @@ def main() -> None:
     parser.add_argument("--cluster", action="append")
     parser.add_argument("--stages", action="append", type=int)
     parser.add_argument("--recompute", action="append", choices=KINDS)
+    parser.add_argument("--held", action="store_true")
     given = parser.parse_args()
+    if given.held:
+        stages = given.stages or (2, 4)
+        print_held(given.model or ("gpt", "llama", "moe"), stages, Console(soft_wrap=True))
+        return
     gpus = ["h100:2"] if find_spec("jax_cuda12_plugin") else []
     console = Console(highlight=False, soft_wrap=True)
     console.print("model cluster stages recompute task: planned MB, compiled MB, ratio")

@@ -77,6 +77,7 @@ class Builder:
         self.times: list[int] = []  # at which each equation begins
         self.copied = self._copied()
         self.late = self.places.late
+        self.put_off = frozenset[Var]()  # to the end of a loop's trip
         self._keeps_order = any(map(is_barrier, stage.eqns))  # XLA puts nothing off past these
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
@@ -255,9 +256,11 @@ class Builder:
                 record.results,
                 reads_zero=shape.zero,
                 dear=one.operator.dear,
+                apart=one.operator.apart,
                 late=late,
+                ends_trip=bool(self.put_off) and self.put_off.issuperset(eqn.outvars),
                 permutation=shape.permutation,
-                matrices=shape.matrices,
+                matrices=shape.on_host if self.timeline.on_host else shape.matrices,
             )
         if self._copy_of:
             for var in shape.reads:

@@ -9,6 +9,7 @@ from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.dim_orders import Matrix
 from alpa_meta.operators.contraction import product_matrices
+from alpa_meta.operators.convolution import host_orders
 from alpa_meta.operators.layout import permutation
 from alpa_meta.operators.regions import is_region
 from alpa_meta.program_caches import cached_by_program
@@ -26,6 +27,7 @@ class EquationFacts:
     results: tuple[tuple[tuple[int, ...], float], ...]  # shape and bytes
     permutation: tuple[int, ...] | None  # of a transposition
     matrices: tuple[Matrix, ...]  # how a product takes each of `reads`
+    on_host: tuple[Matrix, ...]  # how CPUs take each, of a convolution too
 
 
 @cached_by_program(1 << 17)
@@ -33,6 +35,7 @@ def facts_of(eqn: JaxprEqn) -> EquationFacts:
     """Return the facts of an equation, remembered."""
     reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
     matrices = product_matrices(eqn)
+    on_host = matrices or [(order, (), ()) for order in host_orders(eqn)]
     return EquationFacts(
         region=is_region(eqn),
         reads=tuple(atom for _, atom in reads),
@@ -41,6 +44,7 @@ def facts_of(eqn: JaxprEqn) -> EquationFacts:
         results=tuple((shape_of(var), tensor_bytes(var)) for var in eqn.outvars),
         permutation=permutation(eqn),
         matrices=tuple(matrices[k] for k, _ in reads) if matrices else (),
+        on_host=tuple(on_host[k] for k, _ in reads) if on_host else (),
     )
 
 

@@ -54,7 +54,10 @@ class Value:
     stop: int = 0
     last_phase: int = 0
     dear: bool = False
+    apart: bool = False  # from the kernels that read it, if several do
     late: bool = False
+    replaces: bool = False  # an input of the program
+    rounded: Source | None = None  # what is kept of a product for several readers
     put_off: bool = False  # until a kernel reads it that cannot compute it
     ready: int = 0  # when what runs as soon as it can may read it
     early: bool = False  # of the forward pass, or computed again from it alone
@@ -95,6 +98,42 @@ def is_unary(value: Value) -> bool:
     return sum(not is_repeated(one, value.source) for one in whole) <= 1
 
 
+def unrounded(value: Value) -> Value | None:
+    """Return the value of four bytes an element that a value of two is rounded from, if any: XLA
+    for CPUs drops the conversion to two bytes where it is followed by one to four."""
+    while value.form == "alias" and value.operands:
+        value = value.operands[0]
+    if value.form != "fused" or len(value.operands) != 1:
+        return None
+    (whole,) = value.operands
+    return whole if whole.source.bytes == 4.0 * math.prod(value.source.shape) else None
+
+
+def is_of_parts(value: Value) -> bool:
+    """Return whether a value, or what it is a name of, is computed from padded or joined parts."""
+    while value.form == "alias" and value.operands:
+        value = value.operands[0]
+    parts = (one.apart or is_of_parts(one) for one in value.operands)
+    return value.form == "fused" and bool(value.operands) and all(parts)
+
+
+def is_part(value: Value) -> bool:
+    """Return whether a value has some of the elements of an operand, as a slice."""
+    size = math.prod(value.source.shape)
+    return any(math.prod(one.source.shape) > size for one in value.operands)
+
+
+def cut_in(value: Value) -> int:
+    """Return how many parts of a value are read as values of their own."""
+    if is_part(value):
+        return 0
+    size = math.prod(value.source.shape)
+    parts = [
+        one for read in value.reads for one in read.results if math.prod(one.source.shape) < size
+    ]
+    return sum(one.form == "fused" for one in parts)
+
+
 def is_mask(value: Value) -> bool:
     """Return whether a value has one byte an element, found from one operand of its shape."""
     return value.source.bytes <= math.prod(value.source.shape) and is_unary(value)
@@ -122,9 +161,9 @@ def positions(value: Source, less: float = 0.0) -> Source:
 
 
 def waits(value: Value) -> bool:
-    """Return whether only late values of the forward pass, as the loss, read a value."""
+    """Return whether only late values, as the loss, read a value of the forward pass."""
     return bool(value.reads) and all(
-        read.phase == 0 and read.put_off is not None and read.put_off.late for read in value.reads
+        read.phase != 1 and read.put_off is not None and read.put_off.late for read in value.reads
     )
 
 

@@ -7,13 +7,15 @@
     alias    a reshape or the like: another name of its operand
     written  stored, in the place of the first operand, which it is written into
     reduced  stored, and its operands are computed inside it
+    gathered stored, and as much of its operands as it reads is computed inside it
+    words    stored, on hosts as two words of four bytes an element, which readers combine
     windows  stored, beside the positions of what it scatters; begins as zeros; the positions, and
              what they are found in, are computed in one kernel
     copied   an operand as a product or a loop reads it (`dim_orders`): stored, and what is fused
              into it is computed inside it
     view     the same on hosts, of one that lies as it should: a name of it where that is stored
 
-An operator's record says which of the first six its results are.
+An operator's record says which of the first eight its results are.
 
 Time is counted in equations; the body of a loop is passed through once. A value that is last read
 by equation t lives at t; an elementwise result may take the place of one operand of its size.
@@ -23,18 +25,26 @@ XLA for CPUs (`on_host`) differs in what follows; read off its buffers, which `b
 memory_corpus.py` sums up:
 
     dear     an exponential and the like is never computed twice, but stored; so is a quotient,
-             unless by what is repeated, which is a product with the reciprocal    -> _dear()
+             unless by what is repeated, which is a product with the reciprocal    -> stored_values
+    apart    a padded or joined value is computed in one kernel at most, so that several that read
+             a sum of such values read each of them; the sum is never stored       -> stored_values
+    part     a slice is computed in all its readers; what many slices are taken of is stored
     mask     one byte for each element of one operand is found again in all its readers
     late     what only the update or the result waits for, as the gradient of a weight or the loss,
-             is computed when that first reads it: its operands live until then    -> spans()
-    update   in a program of the whole step it runs for each array as soon as it can -> _ready()
+             is computed when that first reads it: its operands live until then; in a loop what
+             only its stacked results wait for, at the end of a trip; the loss last -> spans()
+    update   in a program of the whole step it runs for each array as soon as it can -> _ready(),
+             the last array first where gradients are late            -> update_order
     copies   such a program copies the arrays that it replaces before it reads them for more than
              their update; other values take the place of the arrays         -> free_places
     windows  positions are made of the operand too, which is stored, before there are zeros to
              scatter into; these are nobody's but the reader's
     again    a cheap operand of a product is computed in each kernel that may do so, and stored for
              the others from when the first of them reads it    -> held_values.compute_in_readers()
-    wider    products take and give four bytes for an element that has two    -> _widening()
+    wider    products take and give four bytes for an element that has two; the conversion to two
+             of what several read is stored, one back to four is dropped           -> _widening()
+    turned   a convolution takes copies of operands whose dims do not lie as (batch, space,
+             channels) and (window, in, out), as those of the gradient of its weights
     early    what is computed again for the backward pass runs as soon as it can where more paths
              lead to it than the program has values: XLA's order is depth first, by counts of users
              along those paths that are cut off there (`DFSMemoryScheduler`)    -> compute()
@@ -60,29 +70,22 @@ from alpa_meta.intra_op.held_values import (
     Span,
     Value,
     Zeros,
-    compute_in_readers,
     done,
-    is_mask,
+    is_of_parts,
     is_repeated,
-    is_unary,
     kind_of,
     positions,
+    unrounded,
     waits,
     window_positions,
 )
 from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.intra_op.stored_values import decide_stored
+from alpa_meta.intra_op.update_order import copied_by, update_last_first
 
 __all__ = ["KINDS", "PHASES", "Span", "Timeline"]
 
 PHASES = ("forward", "backward", "update")
-REREAD = 1.5
-"""Most bytes that are read again, in those of the value, where it is not stored.
-
-Between one tensor with what is broadcast onto it, as a mean, and two tensors: 1.2 plans the same.
-At 1.0 a mean of a few bytes lets every centred tensor be stored that XLA computes again: the plan
-of wide-resnet for an H100 was 77 % above the compiled program, of diffusion 68 %.
-"""
-_MOST_OPERANDS = 8  # of one fused computation
 
 
 @define(eq=False)
@@ -205,7 +208,9 @@ class Timeline:
         results: Sequence[Source],
         reads_zero: bool = False,
         dear: bool = False,
+        apart: bool = False,
         late: bool = False,
+        ends_trip: bool = False,
         permutation: Order | None = None,
         matrices: Sequence[Matrix] = (),
     ) -> None:
@@ -214,8 +219,9 @@ class Timeline:
         `reads_zero`: an operand is the number 0. `dear`: it takes long. `late`: only the update
         waits for its results. `permutation`: it transposes. `matrices`: how it takes its operands.
         """
-        late = late and self.on_host and self.phase < 2
+        late, ends_trip = (one and self.on_host and self.phase < 2 for one in (late, ends_trip))
         read = [self._of[source] for source in operands if source in self._of]
+        late = late or ends_trip and any(value.late for value in read)
         dear = dear and self.on_host and not (len(read) == 2 and is_repeated(read[1], results[0]))
         if form == "alias":
             read = read[:1]
@@ -224,6 +230,7 @@ class Timeline:
         elif form in ("fused", "alias"):
             self._orders.follow(results, operands)
         elif len(matrices) == len(read):
+            late = late or ends_trip and self._turns(read, matrices)
             read = [self._as_read(*one, late) for one in zip(read, matrices, strict=True)]
         early = self._again and all(one.early for one in read)
         paths = max(1.0, sum(one.paths for one in read))
@@ -232,10 +239,15 @@ class Timeline:
         made = tuple(self._add(source, form, tuple(read), now) for source in results)
         for value in made:
             value.dear, value.late, value.paths = dear, late, paths
+            value.apart = apart and self.on_host
             value.early, value.ready = early or not self.phase, ready
             wider = self._widening(value.source) if matrices else 1.0
             if wider > 1.0:
-                value.source = value.source.times(wider)
+                value.source, value.rounded = value.source.times(wider), value.source
+        if form == "words" and self.on_host:
+            for value in made:
+                words = 8.0 * math.prod(value.source.shape)
+                value.source = value.source.times(words / max(value.source.bytes, 1.0))
         if reads_zero and form == "fused":
             self._read_zeros(results[0])
         if form == "windows":
@@ -244,7 +256,11 @@ class Timeline:
             if self.on_host:
                 # never together with the result, which is counted now
                 self._add(positions(results[0], less=1.0), "stored", (), self.now)
-        fuses = form in ("fused", "alias", "reduced") or form == "windows" and not self.on_host
+        fuses = (
+            form in ("fused", "alias", "reduced", "gathered")
+            or form == "windows"
+            and not self.on_host
+        )
         into = self._of.get(operands[0]) if form == "written" else None
         replaced = form == "fused" or into is not None
         for value in read:
@@ -256,13 +272,24 @@ class Timeline:
             put_off = made[0] if self.on_host and made else None
             value.reads.append(Read(stop, self.phase, inlined, not fuses, put_off))
 
+    def _turns(self, read: Sequence[Value], matrices: Sequence[Matrix]) -> bool:
+        """Return whether a product reads copies of values that lie otherwise."""
+        return any(
+            self._orders.copied(value.source, matrix, as_given=True) is not None
+            for value, matrix in zip(read, matrices, strict=True)
+        )
+
     def _as_read(self, value: Value, matrix: Matrix, late: bool) -> Value:
         """Return the value that a product reads: a copy where its dims lie in another order, or
         where it is too narrow; on hosts a view of what a kernel may compute as a matrix."""
         order = self._orders.copied(value.source, matrix, as_given=self.on_host)
         wider, form = self._widening(value.source), "copied"
+        whole = unrounded(value) if wider > 1.0 and order is None else None
+        if whole is not None:
+            value, wider = whole, 1.0
         if order is None and wider == 1.0:
-            if not self.on_host or value.form != "fused" or max(map(len, matrix[1:])) < 2:
+            fuses = value.form == "fused" or is_of_parts(value)
+            if not (self.on_host and fuses) or max(map(len, matrix[1:])) < 2:
                 return value
             form = "view"
         source = value.source if wider == 1.0 else value.source.times(wider)
@@ -311,6 +338,7 @@ class Timeline:
         if value is not None:
             value.source = source.times(0.0)
             self._replacing[old] = value
+            value.replaces = True
 
     def spans(self) -> list[Span]:
         """Return when each value that is held in memory lives, kept state apart; the timeline is
@@ -319,13 +347,13 @@ class Timeline:
         Its values and their readers refer to one another, and planning runs without the collection
         of such cycles (`collection_pause`).
         """
-        needed = self._needed_in_memory()
-        if self.on_host:
-            needed |= self._dear(needed)
-        self._decide(needed)
-        found = self._shared_zeros()
+        copied = {self._of[source]: now for source, now in self._copied}
+        if self.on_host and self.whole_step and update_last_first(self._values):
+            copied = copied_by(self._values, copied)
+        decide_stored(self._values, on_host=self.on_host)
+        found = [*self._shared_zeros(), *self._rounded()]
         for value in reversed(self._values):
-            value.late = value.late or self.on_host and waits(value)
+            value.late = value.late or self.on_host and (waits(value) or self._is_result(value))
             began = value.born
             free = value.form == "fused" and not value.operands
             if value.late or value.put_off or free or value.form in ("copied", "view"):
@@ -351,9 +379,9 @@ class Timeline:
                     start, stop = began, began + 1
                 found.append(Span(value.source, start, stop, kind, count))
         places = [
-            Place(source.bytes, copied + 1, self._replacing[source].born)
-            for source, copied in self._copied
-            if source in self._replacing
+            Place(value.source.bytes, now + 1, self._replacing[value.source].born)
+            for value, now in copied.items()
+            if value.source in self._replacing
         ]
         for value in self._values:
             value.reads.clear()
@@ -363,6 +391,21 @@ class Timeline:
         self._copies.clear()
         self._of.clear()
         return spans_outside(found[::-1], places)
+
+    def _is_result(self, value: Value) -> bool:
+        """Return whether a program of the whole step only returns a value, as the loss."""
+        return self.whole_step and value.phase == 2 and not (value.reads or value.replaces)
+
+    def _rounded(self) -> list[Span]:
+        """Return the products of four bytes an element that several read as two, while they are
+        made, and let these be held."""
+        found = []
+        for value in self._values:
+            if value.rounded is not None and len(value.reads) > 1:
+                kind = KINDS.index("temporaries")
+                found.append(Span(value.source, value.born, value.born + 1, kind))
+                value.source = value.rounded
+        return found
 
     def _shared_zeros(self) -> list[Span]:
         """Return the zeros that are read beside being written over, and let all be born at once."""
@@ -385,57 +428,3 @@ class Timeline:
         self._values.append(value)
         self._of[source] = value
         return value
-
-    def _needed_in_memory(self) -> set[Value]:
-        """Return the values that a heavy operator reads, by any name."""
-        needed: set[Value] = set()
-        for value in reversed(self._values):
-            for read in value.reads:
-                if read.heavy or any(r.form == "alias" and r in needed for r in read.results):
-                    needed.add(value)
-        return needed
-
-    def _dear(self, needed: set[Value]) -> set[Value]:
-        """Return the dear values that several kernels would compute: those that read them, or what
-        is computed from them and not stored."""
-        found: set[Value] = set()
-        kernels: dict[Value, int] = {}
-        for value in reversed(self._values):
-            count = 0
-            for read in value.reads:
-                inlined = [r for r in read.results if r not in needed and r not in found]
-                count += max((kernels[r] for r in inlined), default=1)
-            kernels[value] = max(count, 1)
-            if value.form == "fused" and (value.dear or len(value.operands) > 1) and count > 1:
-                kernels[value] = 1
-                if value.dear:
-                    found.add(value)
-        return found
-
-    def _decide(self, needed: set[Value]) -> None:
-        """Set which values are stored."""
-        supports: dict[Value, dict[Value, None]] = {}  # sets in order
-        for value in self._values:
-            support: dict[Value, None] = {}
-            for operand in value.operands:
-                support.update(supports[operand])
-            size = value.source.bytes
-            if (
-                value.form == "alias"
-                or value.form == "view"
-                and all(one.stored for one in value.operands)
-            ):
-                value.stored = False
-            elif value.form == "fused":
-                costly = sum([one.source.bytes for one in support]) > REREAD * size
-                again = len(value.reads) > 1 and costly and not (self.on_host and is_mask(value))
-                value.stored = value in needed or again or len(support) > _MOST_OPERANDS
-                free = self.on_host and not (value.dear or costly)
-                if value.stored and free and is_unary(value):
-                    compute_in_readers(value)
-                if value.stored and all(one.source.bytes != size for one in value.operands):
-                    for one in support:
-                        if one.source.bytes == size:
-                            one.replaced_by.append(value)
-                            break
-            supports[value] = {value: None} if value.stored else support

@@ -76,7 +76,8 @@ def _remat(
         for found in (builder.partial, builder.late)
     )
     builder.timeline.compute_again()
-    inner = _body(builder, body, (key, "again"), weight, outer, phase, leaving, late)
+    put_off = [number for number, var in enumerate(eqn.outvars) if var in builder.put_off]
+    inner = _body(builder, body, (key, "again"), weight, outer, phase, leaving, late, put_off)
     results = _completed(builder, eqn, inner.outputs, key, weight, phase)
     return Record(None, (), tuple(outer), results, (inner,))
 
@@ -140,23 +141,25 @@ def _body(
     phase: str,
     leaving: Collection[int] = (),
     late: Collection[int] = (),
+    put_off: Collection[int] = (),
 ) -> Body:
     """Return a region's body.
 
-    The outputs numbered in `leaving` may be unreduced sums, and nothing but the update waits for
-    those in `late`.
+    The outputs numbered in `leaving` may be unreduced sums, nothing but the update waits for those
+    in `late`, and nothing but the end of a loop's trip for those in `put_off`.
     """
     jaxpr = open_jaxpr(body)
     scope: dict[Atom, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
-    outside = builder.partial, builder.late
+    outside = builder.partial, builder.late, builder.put_off
     builder.partial = may_leave_partial(jaxpr, leaving)
     builder.late = late_in_body(jaxpr, late, phase, is_heavy)
+    builder.put_off = late_in_body(jaxpr, put_off, phase, is_heavy) if put_off else frozenset()
     records = []
     for number, inner in enumerate(jaxpr.eqns):
         at = (key, number)
         one = builder.places.place(inner, at, weight, phase, builder.late, builder.partial)
         records.append(builder.equation(inner, at, weight, scope, phase, one))
-    builder.partial, builder.late = outside
+    builder.partial, builder.late, builder.put_off = outside
     outputs = tuple(operand_source(atom, scope) for atom in jaxpr.outvars)
     return Body(body, tuple(inputs), outputs, tuple(records))
 
@@ -184,12 +187,13 @@ def _scan(
     for carry in inputs[num_consts : num_consts + num_carry]:
         builder.timeline.store(carry)
     outer_body = builder.timeline.enter()
-    leaving = {*summed, *range(num_carry, len(eqn.outvars))}
-    inner = _body(builder, body, (key, "body"), weight * length, inputs, phase, leaving)
+    ends = range(num_carry, len(eqn.outvars))
+    leaving, trips = {*summed, *ends}, weight * length
+    inner = _body(builder, body, (key, "body"), trips, inputs, phase, leaving, (), ends)
     builder.timeline.leave(outer_body)
     carries = inputs[num_consts : num_consts + num_carry]
     for carry, result in zip(carries, inner.outputs[:num_carry], strict=True):
-        builder.convert(result, carry.node, carry.specs, weight * length)
+        builder.convert(result, carry.node, carry.specs, trips)
     inner.outputs = (*carries, *inner.outputs[num_carry:])
     results = (*carries, *(source.stacked(length) for source in inner.outputs[num_carry:]))
     for result in results[num_carry:]:

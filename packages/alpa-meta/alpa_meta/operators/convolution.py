@@ -204,3 +204,17 @@ def spatial_places(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
         return []
     numbers = eqn.params["dimension_numbers"]
     return list(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True))
+
+
+def host_orders(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """Return the dims of both operands of a convolution, from the major to the minor one, as XLA
+    for CPUs takes them: it transposes what lies otherwise (`ConvCanonicalization`). Nothing for
+    convolutions in groups and for other equations, which it leaves as they are."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return ()
+    if eqn.params["feature_group_count"] * eqn.params["batch_group_count"] > 1:
+        return ()
+    numbers = eqn.params["dimension_numbers"]
+    batch, channels, *window = numbers.lhs_spec
+    out, contracted, *places = numbers.rhs_spec
+    return (batch, *window, channels), (*places, contracted, out)

@@ -246,8 +246,8 @@ OPERATORS = {
         bytes=copied_results,
         piece_params=_sliced_piece,
     ),
-    "pad": _cut(linear_in=jointly),
+    "pad": _cut(linear_in=jointly, apart=True),
     "rev": _cut(linear_in=FIRST, order_survives=always),
-    "concatenate": _cut(linear_in=jointly),
+    "concatenate": _cut(linear_in=jointly, apart=True),
     "split": _cut(linear_in=FIRST, liveness="stored"),
 }

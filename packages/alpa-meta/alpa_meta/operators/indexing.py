@@ -359,6 +359,7 @@ OPERATORS = {
         flops=nothing,
         bytes=copied_results,
         heavy=True,
+        liveness="gathered",
     ),
     "dynamic_slice": Operator(
         _dynamic_slice_rule,

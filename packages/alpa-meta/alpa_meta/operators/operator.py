@@ -201,7 +201,7 @@ ExchangeFunction = Callable[
     [JaxprEqn, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
 ]
 PatchFunction = Callable[[JaxprEqn, ShardingRule, Strategy, LogicalMesh], float]
-LIVENESS = ("stored", "written", "reduced", "windows", "fused", "alias")
+LIVENESS = ("stored", "written", "reduced", "gathered", "windows", "words", "fused", "alias")
 KERNELS = ("matmul", "convolution", "elementwise")
 
 
@@ -243,6 +243,7 @@ class Operator:
     patch_bytes  what its part under a strategy moves on a CPU beside that
     liveness     how its results hold memory, one of `LIVENESS`; see `intra_op.liveness`
     dear         whether XLA for CPUs computes it once, however many kernels read its result
+    apart        whether it does so even for what reads its result beside others (pads, joins)
     piece_params its parameters on a piece of so many layers along dim 0; None: the same, if it runs
                  unchanged on parts
     reorders     whether what its "add" factors sum may be read from the other end
@@ -271,6 +272,7 @@ class Operator:
     patch_bytes: PatchFunction | None = None
     liveness: str = field(default="stored", validator=in_(LIVENESS))
     dear: bool = False
+    apart: bool = False
     piece_params: Callable[[JaxprEqn, int], dict[str, Array]] | None = None
     reorders: bool = False
     causal: tuple[str, str] | None = None

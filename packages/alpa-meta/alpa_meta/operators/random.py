@@ -124,7 +124,7 @@ _drawn = functools.partial(Operator, bytes=result_bytes)
 _alias = functools.partial(Operator, flops=nothing, bytes=nothing, liveness="alias")
 
 OPERATORS = {
-    "random_bits": _drawn(_draw_rule, _run_bits, heavy=True),
+    "random_bits": _drawn(_draw_rule, _run_bits, heavy=True, liveness="words"),
     "random_split": _drawn(_draw_rule, _run_draw),
     "random_gamma": _drawn(_draw_rule, _run_draw),
     "random_wrap": _alias(_wrap_rule),

@@ -9,6 +9,11 @@ def value(size=8.0):
     return Source(0, (ShardingSpec(((),)),), (int(size),), size)
 
 
+def elements(count, size):
+    """Return a value of `count` elements of `size` bytes."""
+    return Source(0, (ShardingSpec(((),)),), (count,), float(size * count))
+
+
 def spans(timeline):
     return {span.source: (span.start, span.stop) for span in timeline.spans()}
 
@@ -259,3 +264,133 @@ def test_a_value_takes_the_place_of_what_its_kernel_reads_though_what_is_between
     found = spans(timeline)
     assert found[narrow] == (1, 3)
     assert found[last] == (3, 5)
+
+
+def test_the_loss_is_computed_last_on_hosts():
+    for on_host, stop in ((True, 7), (False, 5)):
+        timeline, logits, loss = Timeline(on_host=on_host, whole_step=True), value(), value(1.0)
+        timeline.advance("forward")
+        timeline.compute("stored", [], [logits])
+        timeline.advance("forward")
+        timeline.compute("reduced", [logits], [loss], late=True)
+        timeline.advance("update")
+        timeline.compute("fused", [loss], [value(1.0)])
+        timeline.advance("backward")
+        timeline.compute("reduced", [logits], [value(1.0)])
+        timeline.advance("backward")
+        timeline.advance("backward")
+        assert spans(timeline)[logits] == (1, stop)
+
+
+def test_padded_values_of_a_sum_are_stored_apart_where_two_kernels_read_it_on_hosts():
+    for on_host, readers in ((True, 1), (True, 2), (False, 2)):
+        timeline, parts = Timeline(on_host=on_host), [value(4.0), value(4.0)]
+        padded, total = [value(), value()], value()
+        timeline.advance("forward")
+        timeline.compute("stored", [], parts)
+        for part, one in zip(parts, padded, strict=True):
+            timeline.advance("forward")
+            timeline.compute("fused", [part], [one], apart=True)
+        timeline.advance("forward")
+        timeline.compute("fused", padded, [total])
+        for _ in range(readers):
+            timeline.advance("forward")
+            timeline.compute("reduced", [total], [value(1.0)])
+        found = spans(timeline)
+        assert (set(padded) <= set(found)) is (on_host and readers == 2)
+        assert total not in found
+
+
+def test_a_slice_is_computed_in_all_its_readers_on_hosts():
+    for on_host in (True, False):
+        timeline, product, part = Timeline(on_host=on_host), elements(16, 4), elements(8, 4)
+        timeline.advance("forward")
+        timeline.compute("stored", [], [product])
+        timeline.advance("forward")
+        timeline.compute("fused", [product], [part])
+        for phase in ("forward", "backward"):
+            timeline.advance(phase)
+            timeline.compute("reduced", [part], [value(1.0)])
+        assert (part in spans(timeline)) is not on_host
+
+
+def test_what_many_slices_are_taken_of_is_stored_on_hosts():
+    for on_host, count in ((True, 3), (True, 4), (False, 4)):
+        timeline, product, whole = Timeline(on_host=on_host), value(16.0), value(16.0)
+        timeline.advance("forward")
+        timeline.compute("stored", [], [product])
+        timeline.advance("forward")
+        timeline.compute("fused", [product], [whole])
+        for _ in range(count):
+            part = value(4.0)
+            timeline.advance("forward")
+            timeline.compute("fused", [whole], [part])
+            timeline.compute("reduced", [part], [value(1.0)])
+        assert (whole in spans(timeline)) is (on_host and count == 4)
+
+
+def test_random_bits_are_two_words_an_element_on_hosts():
+    for on_host, size in ((True, 64.0), (False, 32.0)):
+        bits = Source(0, (ShardingSpec(((),)),), (8,), 32.0)
+        timeline = Timeline(on_host=on_host)
+        timeline.advance("forward")
+        timeline.compute("words", [], [bits])
+        assert [span.source.bytes for span in timeline.spans()] == [size]
+
+
+ROWS = ((), (0,), ())  # how a product takes a vector
+
+
+def test_a_product_that_several_read_is_held_as_two_bytes_an_element():
+    for readers, held in ((1, [(32.0, 1, 3)]), (2, [(16.0, 1, 4), (32.0, 1, 2)])):
+        timeline, left, product = Timeline(on_host=True), elements(4, 4), elements(8, 2)
+        timeline.store(left)
+        timeline.advance("forward")
+        timeline.compute("stored", [left], [product], matrices=[ROWS])
+        for _ in range(readers):
+            timeline.advance("forward")
+            timeline.compute("reduced", [product], [elements(1, 4)])
+        found = [(s.source.bytes, s.start, s.stop) for s in timeline.spans() if s.start == 1]
+        assert sorted(found) == held
+
+
+def test_a_product_reads_what_was_rounded_for_it():
+    timeline, whole, rounded = Timeline(on_host=True), elements(8, 4), elements(8, 2)
+    timeline.advance("forward")
+    timeline.compute("stored", [], [whole])
+    timeline.advance("forward")
+    timeline.compute("fused", [whole], [rounded])
+    timeline.advance("forward")
+    timeline.compute("stored", [rounded], [elements(2, 4)], matrices=[ROWS])
+    found = sorted((span.source.bytes, span.start, span.stop) for span in timeline.spans())
+    assert found == [(8.0, 3, 4), (32.0, 1, 4)]
+
+
+def test_what_only_the_end_of_a_trip_waits_for_is_put_off_if_it_reads_copies_on_hosts():
+    turned, straight = ((), (2,), (0, 1)), ((), (0, 1), (2,))
+    for on_host, matrix, stop in ((True, turned, 6), (True, straight, 3), (False, turned, 3)):
+        timeline, kept = Timeline(on_host=on_host), value()
+        read = Source(0, (ShardingSpec(((), (), ())),), (2, 2, 2), 32.0)
+        gradient = elements(2, 4)
+        timeline.store(kept)
+        timeline.advance("backward")
+        timeline.compute("reduced", [kept], [read])
+        timeline.advance("backward")
+        timeline.compute("stored", [read], [gradient], matrices=[matrix], ends_trip=True)
+        for _ in range(3):
+            timeline.advance("backward")
+        timeline.hold([gradient])
+        assert (1, stop) in [(s.start, s.stop) for s in timeline.spans() if s.source is read]
+
+
+def test_what_is_gathered_from_a_light_value_is_computed_from_its_operand():
+    timeline, product, light = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.compute("stored", [], [product])
+    timeline.advance("forward")
+    timeline.compute("fused", [product], [light])
+    timeline.advance("forward")
+    timeline.compute("gathered", [light], [value(1.0)])
+    found = spans(timeline)
+    assert light not in found
+    assert found[product] == (1, 4)

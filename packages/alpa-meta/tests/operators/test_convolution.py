@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from alpa_meta.operators.convolution import host_orders
+
 KEY = jax.random.key(0)
 CASES: dict[str, dict[str, Any]] = {
     "same": {"padding": "SAME"},
@@ -77,3 +79,15 @@ def test_spatial_shards_exchange_only_their_edges(planned):
 
     found = planned(function, (images, kernel), (4,), lambda s: s.operands[0].dims[1] == ("x",))
     assert [(c.kind, c.bytes) for c in found] == [("collective-permute", 8)] * 2
+
+
+def test_cpus_take_batch_first_and_channels_last_and_kernels_by_window():
+    def loss(image, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=dims).sum()
+
+    shapes = jnp.zeros((2, 4, 4, 3)), jnp.zeros((3, 3, 3, 5))
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(*shapes)
+    forward, backward = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"]
+    assert host_orders(forward) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert host_orders(backward) == ((3, 1, 2, 0), (1, 2, 0, 3))
