@@ -37,6 +37,6 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_sentence(arguments, mess
 
 
 def test_help_names_the_exit_status():
-    assert "exit status 0 only if all of them are" in " ".join(
+    assert "Exit status 0 only if all of them are" in " ".join(
         CliRunner().invoke(app, ["--help"]).output.split()
     )
