@@ -189,6 +189,13 @@ TEXT: PyTree = "r c -> r c"
             "has schedule='1f1b', but schedule='gpipe' is asked for",
         ),
         (
+            lambda plan: alpa.parallelize(step, plan=plan, num_token_slices=2).plan_for(
+                WEIGHT, BATCH
+            ),
+            alpa.PlanError,
+            "has num_token_slices=1, but num_token_slices=2 is asked for",
+        ),
+        (
             lambda plan: alpa.explain(plan, NOTHING),
             alpa.PlanError,
             "have not, got None",

@@ -343,6 +343,8 @@ def _check_told(plan: ParallelPlan, options: Options) -> None:
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.stage_plan.schedule,
+        "num_token_slices": max(len(plan.program.token_slices), 1),
+        "token_slices": plan.program.token_slices,
     }
     for name, value in has.items():
         told = getattr(options, name)
