@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/planning_time.py               # GPT, 48 layers of 8192
     .venv/bin/python benchmarks/planning_time.py --model all   # every corpus model at `large`
     .venv/bin/python benchmarks/planning_time.py --memory 24e9 --model gpt-remat
+    .venv/bin/python benchmarks/planning_time.py --again 9     # memory of repeated planning
 
 Seconds are CPU seconds of this process, so that other work on the machine does not count; on an
 idle core they are wall seconds. Caches of earlier models are cleared. Imports are not counted,
@@ -13,6 +14,7 @@ takes by itself, whoever plans it: what this machine's seconds are worth.
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from attrs import define, field
 from rich.console import Console
 from rich.table import Table
 
+import alpa_meta
 from alpa_meta.corpus import NAMES, CorpusModel, build
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.meshes import logical_meshes, usable_memory, whole_cluster
@@ -108,14 +111,30 @@ def _seconds_of_jax(model: CorpusModel) -> float:
     return clock.seconds["jax"]
 
 
+def show_held(console: Console, name: str, again: int) -> None:
+    """Print the most memory that this process held, after each of so many plannings of a model at
+    size small on eight H100."""
+    for number in range(1, again + 1):
+        model = build(name, "small")
+        options = alpa_meta.Options(cache=False)
+        step = alpa_meta.parallelize(model.train_step, cluster="h100:8", options=options)
+        step.plan_for(model.state, model.batch)
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        console.print(f"{name} planned {number} times: {held / 1e6:,.0f} MB held at most")
+
+
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Corpus model, or all.")] = None,
     size: Annotated[str, typer.Option(help="tiny, small or large.")] = "large",
     devices: Annotated[str, typer.Option(help="Cluster to plan for.")] = "h100:64",
     mesh: Annotated[str, typer.Option(help="Shape of the logical mesh, as 8x8.")] = "8x8",
     memory: Annotated[float | None, typer.Option(help="Bytes per device; default: all.")] = None,
+    again: Annotated[int, typer.Option(help="Print what so many plannings hold instead.")] = 0,
 ) -> None:
     """Print CPU seconds per pass, and what the memory limit costs."""
+    if again:
+        show_held(Console(), (model or ["gpt"])[0], again)
+        return
     names = model or ["gpt", "gpt-tied", "gpt-remat", "gpt-scan"]
     shape = tuple(int(part) for part in mesh.split("x"))
     table = Table(title=f"planning one stage at {size} on {devices}, mesh {mesh}: CPU seconds")

@@ -57,8 +57,8 @@ STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
 IMPROVED = 6  # settings whose best plans are made better by small changes
 POLISHED = 2  # of them whose rows are solved nearly exactly
-# Of the seconds that are worth it: pipelines that take longer are not improved. Changes of this
-# problem's cuts gain a few percent (`joint_interleaved.NEAR`).
+# Of `worth`: pipelines that take longer are not improved, as small changes of stages do not gain so
+# much. The value is that of `joint_interleaved.NEAR`; others were not tried.
 IMPROVABLE = 1.1
 # Stages solved nearly exactly beside each of them: a border 1 % off in rows is often one layer off.
 # Without, Swin-32 with 8 GB (benchmarks/stage_dp_galvatron.py) is 0.15 % slower; transformers of 24

@@ -25,6 +25,7 @@ from stage_dp import (
     joint_search,
     solve_joint,
 )
+from stage_dp.joint_interleaved import best_interleaved
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -79,6 +80,21 @@ def test_what_is_worth_it_is_found_and_bounds_hold(seed, share, monkeypatch):
     assert found.lower_bound <= plan.step_seconds * (1 + 1e-9)
     if share > 1.1:  # nearer to it, what is improved may begin beyond
         assert found.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+
+
+def test_pipelines_that_are_not_worth_it_are_not_looked_for(monkeypatch):
+    asked = []
+
+    def search(some, limit):
+        asked.append(limit)
+        return best_interleaved(some, limit)
+
+    monkeypatch.setattr(joint_search, "best_interleaved", search)
+    problem = random_problem(1, num_stages=None, use_all_devices=False)
+    plan = solve_joint(problem)
+    solve_joint(problem, worth=0.5 * plan.step_seconds)
+    without, with_it = asked
+    assert with_it == 0.5 * plan.step_seconds < without
 
 
 def loosened(problem):

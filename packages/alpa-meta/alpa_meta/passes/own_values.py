@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, dtype_of, shape_of
 from alpa_meta.operators.random import draws_alike_mapped
@@ -115,3 +115,8 @@ def put_together(atoms: Atoms, result: Var) -> list[JaxprEqn]:
 def over_rounds(var: Var, count: int) -> Var:
     """Return a new variable for the values of all rounds, [rounds, *value]."""
     return Var(array_type(var).update(shape=(count, *shape_of(var))))
+
+
+def value_of_round(k: int, every: Array) -> Array:
+    """Return the value of round `k` of those of all rounds, [rounds, *value]."""
+    return lax.index_in_dim(every, k, keepdims=False)

@@ -24,6 +24,7 @@ from alpa_meta.operators.cutting import joined_dim
 from alpa_meta.operators.elementwise import is_masking_sum, is_sum, linear_terms
 from alpa_meta.operators.layout import filled_with
 from alpa_meta.passes.added_equations import at_line_of, equations_of
+from alpa_meta.passes.own_values import value_of_round
 
 Together = Mapping[tuple[Var, ...], Var]
 """{the values of one kind, by round: all of them, [rounds, *value]}"""
@@ -31,7 +32,8 @@ Together = Mapping[tuple[Var, ...], Var]
 Number = int | float | Array
 
 _ROUNDINGS = 1e-12
-"""Of a weight, by which those of running means of equal rounds differ: a thousand in float64."""
+"""Of a weight: rounds whose weights differ by less have equal ones. Those of a running mean differ
+by what float64 rounds, 1e-16 of them in each round, and rounds are some thousands at most."""
 
 
 def with_sums_at_once(
@@ -62,7 +64,7 @@ def with_sums_at_once(
     for values, every in together.items():
         for k, value in enumerate(values):
             if value in readers or value in returned:
-                part = equations_of(_of_round, [every], [value], k)
+                part = equations_of(value_of_round, [every], [value], k)
                 yield from at_line_of(readers[value], part) if value in readers else part
     yield from rest
 
@@ -70,10 +72,6 @@ def with_sums_at_once(
 def variables(atoms: Sequence[Atom]) -> Iterator[Var]:
     """Yield what is no literal."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
-
-
-def _of_round(k: int, every: Array) -> Array:
-    return lax.index_in_dim(every, k, keepdims=False)
 
 
 def _is_join(eqn: JaxprEqn) -> bool:

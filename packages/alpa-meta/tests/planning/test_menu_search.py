@@ -54,6 +54,26 @@ def test_no_fixed_number_of_stages_or_microbatches_gives_a_faster_plan():
         assert free.lower_bound <= fixed.step_seconds
 
 
+def test_a_search_cut_short_by_a_faster_plan_goes_on_if_that_does_not_fit():
+    described, options = cluster(SLOW), Options(num_microbatches=8)
+    model, sized = CostModel(described), sized_programs(STEP, described, options)
+    assert sized is not None
+    meshes = [
+        (submesh, mesh)
+        for submesh in (SubmeshSpec(num_hosts=1, devices_per_host=d) for d in (1, 2, 4, 8))
+        for mesh in logical_meshes(model, submesh, 1)
+    ]
+
+    def search(worth):
+        return search_menu(STEP, sized, meshes, model, options, [8], worth=worth)
+
+    free, cut_short = search(float("inf")), search(0.0)
+    assert cut_short.plan.step_seconds >= free.plan.step_seconds
+    assert cut_short.bound <= free.plan.step_seconds * (1 + 1e-9)
+    again = cut_short.searched_on()
+    assert again.plan.step_seconds == pytest.approx(free.plan.step_seconds, rel=1e-9)
+
+
 def test_a_boundary_between_hosts_is_priced_on_the_link_between_them():
     plan = _plan(num_stages=2, num_microbatches=8)
     first, second = plan.stage_plan.stages
