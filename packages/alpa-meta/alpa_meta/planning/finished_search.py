@@ -19,10 +19,11 @@ from alpa_meta.errors import InfeasibleError
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
-from alpa_meta.planning.chosen_plan import MENU_ERROR, Lacking, Planned, finish
+from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.counted_passes import counted_passes
 from alpa_meta.planning.menu_search import MenuSearch
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.planning.solved_stages import MENU_ERROR, Lacking
 from alpa_meta.step.program import Step
 from cost_model import CostModel
 

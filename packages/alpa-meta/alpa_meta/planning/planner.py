@@ -26,12 +26,7 @@ from alpa_meta.inter_op.meshes import splits_hosts_twice
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
-from alpa_meta.planning.chosen_plan import (
-    Planned,
-    chosen_stages,
-    finished_stage,
-    stage_selection,
-)
+from alpa_meta.planning.chosen_plan import Planned, chosen_stages
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.finished_search import Finish, step_seconds_of
@@ -60,6 +55,7 @@ from alpa_meta.planning.range_search import (
 )
 from alpa_meta.planning.remedies import with_remedies
 from alpa_meta.planning.slice_choice import may_slice, with_slices
+from alpa_meta.planning.solved_stages import finished_stage, stage_selection
 from alpa_meta.program_caches import programs_forgotten
 from alpa_meta.step.program import Step
 from alpa_meta.token_slices.places import SliceRequest

@@ -11,9 +11,10 @@ from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.planning.chosen_plan import _bound_below, still_fits
+from alpa_meta.planning.chosen_plan import _bound_below
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.planning.plan_identity import problem_hash
+from alpa_meta.planning.solved_stages import still_fits
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 from stage_dp import BoundError

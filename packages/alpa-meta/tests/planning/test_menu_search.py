@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from attrs import evolve
 
 from alpa_interchange import SubmeshSpec
 from alpa_meta import corpus
@@ -12,10 +13,11 @@ from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
 from alpa_meta.planning import finished_search
-from alpa_meta.planning.chosen_plan import Lacking, finish
+from alpa_meta.planning.chosen_plan import finish
 from alpa_meta.planning.menu_search import ROOM, search_menu, sized_programs
 from alpa_meta.planning.planner import _just_fitting, make_plan
 from alpa_meta.planning.range_search import Prospect
+from alpa_meta.planning.solved_stages import Lacking
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
@@ -219,3 +221,25 @@ def test_one_stage_that_recomputes_is_held_against_one_that_does_not():
     assert {layer.recomputation for layer in plan.layers} == {"none"}
     assert exact.seconds == pytest.approx(plan.step_seconds)
     assert other() == other(4, memory=1e6) == other(4, recompute="full") == []
+
+
+def test_a_pipeline_that_fits_in_less_memory_fits_in_more():
+    """Of the stages of one mesh those solved first took all that the rows of the others left, and
+    nothing fitted in the first of these."""
+    layer = jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct((*(n // 2 for n in one.shape),), one.dtype), LAYER
+    )
+    step = Step(_step, ([layer] * 8, jax.ShapeDtypeStruct((BATCH, WIDTH // 2), jnp.float32)))
+    told = Options(
+        cache=False,
+        schedule="interleaved-1f1b",
+        num_stages=8,
+        num_microbatches=16,
+        offload="none",
+    )
+    described = cluster(SLOW)
+    free = make_plan(step, described, told).plan
+    for share in (0.4, 0.35):
+        memory = share * max(free.stage_plan.device_bytes)
+        found = make_plan(step, described, evolve(told, memory=memory)).plan
+        assert max(found.stage_plan.device_bytes) <= memory * (1 + 1e-9)
