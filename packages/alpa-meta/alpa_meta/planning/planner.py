@@ -62,6 +62,11 @@ from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
 
+# Of the seconds of a plan of one stage: what one with more microbatches may take by the menu's rows
+# to be solved exactly, which took 0.95 (two problems of `_just_fitting`) and 0.87 of it (LLaMA-8B
+# on 64 H100, where the other plan takes 0.74).
+ROWS_TAKE_MORE = 1.2
+
 
 def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the fastest plan found for `step` on `cluster` that fits its memory.
@@ -148,7 +153,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
                 worth, enough = alone[0].seconds, alone[1]
         consider(_found(lambda: _from_menu(step, model, told, enough, worth)))
         if prospects and options.num_stages is None:
-            prospects += _just_fitting(prospects[0], step, model, told)
+            if prospects[0].seconds < ROWS_TAKE_MORE * worth:
+                prospects += _just_fitting(prospects[0], step, model, told)
             consider(alone)
             counts, options = [], evolve(options, num_stages=1)
     else:
