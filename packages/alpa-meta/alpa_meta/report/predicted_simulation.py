@@ -80,20 +80,35 @@ def _transfer_seconds(
 ) -> dict[tuple[int, int, str], float]:
     """Return the seconds of each value that one stage sends another, by source, target and name.
 
-    What a stage sends forwards, and what it sends backwards, takes the seconds of the boundary it
-    crosses, in equal parts; of a token slice, its share of them. Inputs of the step and values of
-    the update cost nothing here: the update's share is part of the stage's seconds per step.
+    What a stage sends to the next one, and back to the one before, takes the seconds of the
+    boundary between them, in equal parts; of a token slice, its share of them. What the next run
+    there does not read costs nothing on its way: the plan counts it at every boundary that it
+    crosses. Inputs of the step and values of the update cost nothing here: the update's share is
+    part of the stage's seconds per step.
     """
     num_meshes = len(schedule.programs)
+    read: dict[tuple[int, str], set[str]] = {}  # by stage and phase
+    for task in plan.tasks.tasks if plan.tasks is not None else ():
+        read.setdefault((task.stage, task.phase), set()).update(task.inputs)
     boundary_of: dict[tuple[int, int, str], tuple[int, str, int]] = {}
     for mesh, program in enumerate(schedule.programs):
         for instruction in program:
             boundary = _boundary(instruction, mesh, num_meshes)
             if boundary is None or instruction.peer is None:
                 continue
+            # of the stages beside the boundary, the one that it does not come from
+            following = 2 * boundary + 1 - instruction.stage
+            if instruction.peer != following % num_meshes:
+                continue
+            wanted = read.get((following, instruction.phase))
             for name in instruction.inputs:
-                key = (mesh, instruction.peer, name.partition("@")[0])
-                boundary_of[key] = (boundary, instruction.phase, instruction.slice_index)
+                value = name.partition("@")[0]
+                if wanted is None or value in wanted:
+                    boundary_of[mesh, instruction.peer, value] = (
+                        boundary,
+                        instruction.phase,
+                        instruction.slice_index,
+                    )
     parts = Counter(boundary_of.values())
 
     def seconds(boundary: int, slice_index: int) -> float:

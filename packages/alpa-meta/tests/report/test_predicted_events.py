@@ -122,3 +122,29 @@ def test_a_norm_of_all_gradients_does_not_part_the_simulated_step_from_the_plans
     }
     assert len(updates) > 2  # each stage waits in its update for the norm
     assert predicted_simulation(plan).step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_values_that_later_stages_read_too_do_not_part_the_simulated_step_from_the_plans(schedule):
+    """As what a decoder reads of its encoder: it was sent as a part of the first boundary only."""
+
+    def step(weights, batch):
+        def loss(weights):
+            seen = jnp.tanh(batch @ weights[0])
+            x = seen
+            for weight in weights[1:]:
+                x = jnp.tanh(x @ weight) * seen
+            return jnp.mean(x**2)
+
+        gradients = jax.grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
+    batch = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    options = Options(
+        cache=False, num_layers=8, num_stages=4, num_microbatches=4, schedule=schedule
+    )
+    plan = planner.make_plan(Step(step, (weights, batch)), cluster("p3.16xlarge:4"), options).plan
+    boundaries = [stage.candidate.boundary_seconds for stage in plan.stage_plan.stages[:-1]]
+    assert min(boundaries) > 0
+    assert predicted_simulation(plan).step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
