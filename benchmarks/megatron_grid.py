@@ -51,7 +51,8 @@ Axes = tuple[int, int]
 
 @frozen(kw_only=True)
 class Few:
-    """A model with few layers: an inner one stands for `repeats` of the whole model.
+    """A model with few layers: each `inner` one (none named: that in the middle) stands for
+    `repeats` of the whole model.
 
     `num_layers` is the number of layers it is clustered into, None where the clustering chooses:
     a block each, and what is outside of them apart where it weighs half a block.
@@ -60,17 +61,28 @@ class Few:
     sizes: dict[str, Any]
     repeats: int
     num_layers: int | None = None
+    inner: tuple[int, ...] = ()
+
+    def times(self, num_layers: int) -> np.ndarray:
+        """Return how many layers of the whole model each layer stands for."""
+        found = np.ones(num_layers, dtype=int)
+        # the last block may hold the last norm
+        found[list(self.inner or ((num_layers - 1) // 2,))] = self.repeats
+        return found
 
 
 def few_layers(name: str, changed: dict[str, Any]) -> Few:
-    """Return the model with three periods of its blocks; a ResNet, whose blocks differ, whole."""
+    """Return the model with three periods of its blocks, of an encoder and a decoder three of each;
+    a ResNet or Swin, whose blocks differ, whole."""
     record = PUBLISHED[name]
     shape = {**record.shape, **changed}
-    if record.program == "bottleneck_resnet":
-        return Few(sizes=changed, repeats=1, num_layers=sum(shape["blocks"]))
+    if record.program in ("bottleneck_resnet", "swin"):
+        blocks = shape.get("blocks") or shape["depths"]
+        return Few(sizes=changed, repeats=1, num_layers=sum(blocks))
     period = 2 if shape.get("num_experts") and record.program == "transformer" else 1
     periods = shape["num_layers"] // period
-    return Few(sizes={**changed, "num_layers": 3 * period}, repeats=periods - 2)
+    inner = (1, 4) if record.program == "t5" else ()
+    return Few(sizes={**changed, "num_layers": 3 * period}, repeats=periods - 2, inner=inner)
 
 
 @frozen(kw_only=True)
@@ -133,7 +145,7 @@ class Grid:
     def points(self) -> Iterator[Point]:
         """Yield the points that fit in memory, of every mesh and microbatch size."""
         devices = self.model.cluster.num_devices
-        stages = self._outlook(self.batch)[1].num_layers + self.few.repeats - 1
+        stages = self.few.times(self._outlook(self.batch)[1].num_layers).sum()
         for tensor, data in itertools.product(_powers(devices), repeat=2):
             if devices % (tensor * data) or devices // (tensor * data) > stages:
                 continue
@@ -241,8 +253,9 @@ class Grid:
             return {}
         costs = LayerCosts(scope, selection, outlook.num_layers)
         crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
+        times = self.few.times(outlook.num_layers)
         tables = {
-            kind: _spread(costs.under(found.choice, kind), crossing, self.few.repeats, count, kind)
+            kind: _spread(costs.under(found.choice, kind), crossing, times, count, kind)
             for kind in {"none", *kinds}
         }
         kept = tables["none"]
@@ -348,10 +361,8 @@ class Grid:
 
 
 def _spread(
-    costs: StageCosts, crossing: np.ndarray, repeats: int, count: int, kind: str
+    costs: StageCosts, crossing: np.ndarray, times: np.ndarray, count: int, kind: str
 ) -> _Layers:
-    times = np.ones(len(crossing), dtype=int)
-    times[(len(times) - 1) // 2] = repeats  # an inner block: the last one may hold the last norm
 
     def every(values: np.ndarray) -> np.ndarray:
         return np.repeat(np.asarray(values, dtype=float), times)
