@@ -117,9 +117,10 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def _end(stopped: Stopped) -> None:
-    for process in _started():
-        with suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+    for _ in range(3):  # what is killed may just have started others
+        for process in _started():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
     show_cursor = "\033[?25h" if os.isatty(2) else ""  # a bar hides it
     os.write(2, f"{show_cursor}alpa: {stopped}\n".encode())
     os._exit(stopped.exit_status)
