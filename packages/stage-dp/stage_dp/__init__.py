@@ -8,7 +8,6 @@ from stage_dp.joint_interleaved import CHUNKS
 from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
-    ClusteringOptions,
     OpSequence,
     cluster_layers,
     live_bytes,
@@ -42,7 +41,6 @@ __all__ = [
     "SCHEDULE_RULES",
     "BoundError",
     "Clustering",
-    "ClusteringOptions",
     "InfeasibleError",
     "Known",
     "OpSequence",

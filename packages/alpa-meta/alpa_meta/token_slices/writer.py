@@ -430,7 +430,7 @@ class Writer:
         eqn, position = self.producer[var]
         decision = self.analysis.decisions[position]
         plain = isinstance(decision, Known | Recomputed) and len(eqn.outvars) == 1
-        layouts = operand_layouts(eqn, 0, layout, self.slices) if plain else None
+        layouts = operand_layouts(eqn, layout, self.slices) if plain else None
         if layouts is not None and not eqn.effects and self._has_parts(eqn, layouts):
             reading = Reading(tuple(layouts), (layout,))
             result = self.result(var, layout, number)
