@@ -25,7 +25,7 @@ from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.meshes import splits_hosts_twice
 from alpa_meta.inter_op.recomputation import chosen_recomputation
 from alpa_meta.intra_op.equal_stages import Stages
-from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
 from alpa_meta.planning.chosen_plan import (
     Planned,
@@ -104,8 +104,7 @@ def _check_stages(cluster: ClusterSpec, options: Options) -> None:
     num, devices = options.num_stages, cluster.num_devices
     if num is None:
         return
-    names = SCHEDULES if options.schedule is None else (options.schedule,)
-    interleaves = {stage_dp.SCHEDULE_RULES[name].interleaves for name in names}
+    interleaves = {stage_dp.SCHEDULE_RULES[name].interleaves for name in options.schedules}
     shared = {meshes * each for meshes in range(2, devices + 1) for each in stage_dp.CHUNKS}
     if not (False in interleaves and num <= devices or True in interleaves and num in shared):
         each = ", ".join(map(str, stage_dp.CHUNKS))
