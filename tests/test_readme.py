@@ -2,9 +2,15 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import typer
+
+from alpa_meta.command_list import application
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -58,3 +64,38 @@ def test_every_local_link_and_picture_exists():
     ]
     assert local
     assert not missing
+
+
+DOCUMENTS = [README, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def _commands(text):
+    """Return the commands `alpa ...` of a document, in blocks and in lines, as lists of words."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"(?<!`)`([^`\n]+)`", text)
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r" *alpa [a-z]", line)]
+    return [words[1:] for words in found]
+
+
+def _unknown(words):
+    """Return the options of a command that it does not have."""
+    group = typer.main.get_command(application(words))
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.commands[words[0]]
+    known = {name for one in command.params for name in [*one.opts, *one.secondary_opts]}
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    return given - known - {"--help"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_document_has_the_options_it_is_shown_with(path):
+    for words in _commands(path.read_text()):
+        assert not _unknown(words), f"alpa {shlex.join(words)}"
+
+
+def test_commands_of_documents_are_found_and_judged():
+    assert len(_commands((ROOT / "docs" / "how-to.md").read_text())) > 20
+    found = _commands("```sh\nalpa plan --cluster h100:8 \\\n  --colour red  # a remark\n```\n")
+    assert found == [["plan", "--cluster", "h100:8", "--colour", "red"]]
+    assert _unknown(found[0]) == {"--colour"}

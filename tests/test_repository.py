@@ -381,3 +381,18 @@ def test_dev_lists_its_commands_and_refuses_others():
     wrong = subprocess.run(["./dev", "trian"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "no command 'trian'" in wrong.stderr
+
+
+def test_no_package_imports_a_module_that_is_run_by_its_name():
+    """Python warns of such a module, whose classes are then there twice."""
+    run = [
+        ".".join(path.relative_to(package).with_suffix("").parts)
+        for package in PACKAGES
+        for path in (package / import_name(package)).rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    ]
+    assert "cost_model.link_fit" in run
+    imports = ", ".join({name.partition(".")[0] for name in run})
+    code = f"import sys, {imports}; print([name for name in {run} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -33,7 +33,13 @@ from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
 from alpa_meta.planning.shared_plan import agreed_plan, check_stages, is_distributed
-from alpa_meta.step.arguments import abstract_arguments, is_array, of_state_and_batch, positional
+from alpa_meta.step.arguments import (
+    abstract_arguments,
+    check_positions,
+    is_array,
+    of_state_and_batch,
+    positional,
+)
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from alpa_meta.survival import RayRuns, resumed, save_if_due
@@ -137,7 +143,9 @@ class ParallelStep(Generic[P, R]):
         return self._cache[key][1]
 
     def _pure(self, args: Sequence[PyTree]) -> PureCall:
-        return pure_call(self._function, args, self.options.static_argnums)
+        batch, static = self.options.batch_argnums, self.options.static_argnums
+        check_positions(self._function, len(args), batch_argnums=batch, static_argnums=static)
+        return pure_call(self._function, args, static)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -3,6 +3,7 @@ error that a user's program raises its traceback and 1."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,11 @@ def main() -> None:
     """Run the command line of this process and exit with its status."""
     signals = CommandSignals()
     signals.begin()
-    sys.exit(run(sys.argv[1:], signals))
+    status = run(sys.argv[1:], signals)
+    # At the exit Python would look through all that was made for garbage: an interrupt 25 s into
+    # planning GPT-39B on 64 V100 ended the process after 4.3 s, and does after 0.1 s.
+    gc.freeze()
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str], signals: CommandSignals | None = None) -> int:

@@ -74,6 +74,12 @@ def array_type(atom: Atom) -> ShapedArray:
     return cast(ShapedArray, atom.aval)
 
 
+def abstract_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array, weak where it is."""
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), weak_type=weak)
+
+
 def is_plain(var: Atom) -> bool:
     """Return whether `var` is an array of a numpy dtype, as keys, tokens and references are not."""
     return isinstance(getattr(var.aval, "dtype", None), np.dtype)

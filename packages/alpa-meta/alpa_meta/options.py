@@ -326,6 +326,11 @@ class Options:
     )
 
     @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that the planner chooses from."""
+        return SCHEDULES if self.schedule is None else (self.schedule,)
+
+    @property
     def slice_request(self) -> SliceRequest:
         """The token slices asked for."""
         lengths, count = self.token_slices or (), self.num_token_slices or 0

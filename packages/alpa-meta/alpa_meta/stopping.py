@@ -15,9 +15,12 @@ from types import FrameType
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MARK = "ALPA_COMMAND"  # the variable that all processes have which a command started
 _IMPORTING = "<frozen importlib._bootstrap>"
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 1.0
 """What the main thread has to end after a signal: compiling a large program with XLA takes longer,
-and hears of no signal meanwhile; Ray's shutdown takes 1 to 2 s on two idle cores."""
+and hears of no signal meanwhile."""
+_RAY_SECONDS = 5.0
+"""The same where this process is connected to Ray, whose shutdown takes 1 to 2 s on two idle
+cores."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -81,7 +84,9 @@ class CommandSignals:
         """End the process some seconds after a signal; `StopSignals` keeps them from here."""
         while (number := os.read(heard, 1)[0]) not in _SIGNALS:
             pass
-        time.sleep(_PATIENCE_SECONDS)
+        ray = sys.modules.get("ray")
+        connected = ray is not None and ray.is_initialized()
+        time.sleep(_RAY_SECONDS if connected else _PATIENCE_SECONDS)
         _end(Stopped(number))
 
     def _again(self, swallowed: sys.UnraisableHookArgs) -> None:
@@ -112,9 +117,10 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def _end(stopped: Stopped) -> None:
-    for process in _started():
-        with suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+    for _ in range(3):  # what is killed may just have started others
+        for process in _started():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
     show_cursor = "\033[?25h" if os.isatty(2) else ""  # a bar hides it
     os.write(2, f"{show_cursor}alpa: {stopped}\n".encode())
     os._exit(stopped.exit_status)

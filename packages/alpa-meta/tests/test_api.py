@@ -177,23 +177,16 @@ TEXT: PyTree = "r c -> r c"
             "cluster must be a name .* got 3",
         ),
         (
-            lambda plan: alpa.parallelize(step, plan=plan, num_stages=3).plan_for(WEIGHT, BATCH),
+            lambda plan: alpa.parallelize(step, batch_argnums=(1, 5)).plan_for(WEIGHT, BATCH),
             alpa.PlanError,
-            "has num_stages=1, but num_stages=3 is asked for",
+            r"batch_argnums=\(1, 5\) names argument 5, but the step takes 2, numbered from 0",
         ),
         (
-            lambda plan: alpa.parallelize(step, plan=plan, schedule="gpipe").plan_for(
+            lambda plan: alpa.parallelize(step, batch_argnums=1, static_argnums=1).lower(
                 WEIGHT, BATCH
             ),
             alpa.PlanError,
-            "has schedule='1f1b', but schedule='gpipe' is asked for",
-        ),
-        (
-            lambda plan: alpa.parallelize(step, plan=plan, num_token_slices=2).plan_for(
-                WEIGHT, BATCH
-            ),
-            alpa.PlanError,
-            "has num_token_slices=1, but num_token_slices=2 is asked for",
+            "argument 1 of the step is named by batch_argnums and by static_argnums",
         ),
         (
             lambda plan: alpa.explain(plan, NOTHING),
@@ -211,3 +204,34 @@ TEXT: PyTree = "r c -> r c"
 def test_what_is_given_wrongly_is_said_with_what_came(parallel, mistake, error, message):
     with pytest.raises(error, match=message):
         mistake(parallel.plan)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"num_stages": 3}, "has num_stages=1, but num_stages=3 is asked for"),
+        ({"schedule": "gpipe"}, "has schedule='1f1b', but schedule='gpipe' is asked for"),
+        ({"num_token_slices": 2}, "has num_token_slices=1, but num_token_slices=2 is asked for"),
+        ({"num_layers": 7}, "has num_layers=., but num_layers=7 is asked for"),
+        ({"recompute": "full"}, "has recompute=.'none'.*, but recompute=.'full'.* is asked for"),
+        ({"offload": "moments"}, "has offload='none', but offload='moments' is asked for"),
+    ],
+)
+def test_options_beside_a_plan_that_ask_for_another_are_refused(parallel, setting, message):
+    with pytest.raises(alpa.PlanError, match=message):
+        alpa.parallelize(step, plan=parallel.plan, **setting).plan_for(WEIGHT, BATCH)
+
+
+def test_options_that_a_plan_was_made_with_are_taken_beside_it():
+    told: dict[str, PyTree] = {"num_stages": 1, "recompute": "full", "offload": "none"}
+    made = alpa.parallelize(step, cluster="host:2", **told).plan_for(WEIGHT, BATCH)
+    again = alpa.parallelize(step, cluster="host:2", plan=made, **told).plan_for(WEIGHT, BATCH)
+    assert again.shardings == made.shardings
+
+
+def test_arguments_that_a_call_leaves_out_may_be_named():
+    def optional(weight, batch, rows=None):
+        return step(weight, batch)
+
+    parallel = alpa.parallelize(optional, cluster="host:2", batch_argnums=(1, 2), num_stages=1)
+    assert parallel.plan_for(WEIGHT, BATCH).program.batch_size == 4

@@ -11,7 +11,7 @@ from alpa_meta import command_list
 from alpa_meta.cli import run
 
 SIGNALLED = """
-import gc, os, signal, time
+import gc, os, signal, time, types
 import subprocess, sys, importlib.abc, importlib.util
 from alpa_meta import cli, command_list, stopping
 
@@ -69,6 +69,29 @@ def deaf():
     except KeyboardInterrupt:
         time.sleep(30)
 
+def with_garbage():
+    # which is not looked for at the exit
+    class Found:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            os.write(2, b"found")
+
+    gc.disable()
+    Found()
+    at_once()
+
+def connected_to_ray():
+    stopping._PATIENCE_SECONDS = 0.1
+    stopping._end = lambda stopped: os.write(2, b"not waited for")
+    sys.modules["ray"] = types.SimpleNamespace(is_initialized=lambda: True)
+    try:
+        at_once()
+    finally:
+        # stands for Ray's shutdown, which is waited for
+        time.sleep(0.5)
+
 class Signalled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path, target=None):
         return importlib.util.spec_from_loader(name, self) if name == "signalled" else None
@@ -101,6 +124,8 @@ cli.main()
         "turned_into_another",
         "with_a_process",
         "in_ray",
+        "connected_to_ray",
+        "with_garbage",
     ],
 )
 def test_a_signal_ends_the_command_with_one_line_wherever_it_arrives(number, where):

@@ -9,14 +9,12 @@ from cost_model.kernel import KERNEL_KINDS, KernelEfficiency
 from cost_model.measurer import JaxMeasurer, Measurer
 from cost_model.memory import MemoryBreakdown, breakdown, in_flight
 from cost_model.model import CostModel, calibrated_model
-from cost_model.overlap import gradient_reduction, overlapped
 from cost_model.prediction import Prediction, predict
 from cost_model.profile import Profile, Sample, cache_directory, store_profile, stored_profile
 from cost_model.quantile import at_quantile
 from cost_model.shared_processor import simulate_shared
 from cost_model.simulator import Simulation, Timeline, simulate
 from cost_model.topology import logical_mesh
-from cost_model.trace import trace_events, write_trace
 from cost_model.training_run import TrainingRun
 from cost_model.transformer import TransformerSpec
 
@@ -43,16 +41,12 @@ __all__ = [
     "catalogue_device",
     "cluster",
     "cluster_names",
-    "gradient_reduction",
     "in_flight",
     "logical_mesh",
-    "overlapped",
     "predict",
     "product_arithmetic",
     "simulate",
     "simulate_shared",
     "store_profile",
     "stored_profile",
-    "trace_events",
-    "write_trace",
 ]

@@ -21,7 +21,7 @@ from cost_model.catalogue import catalogue_device
 from cost_model.host import HOST_PROFILE, host_memory
 from cost_model.kernel import KernelEfficiency, seconds
 from cost_model.least_squares import fit_parameters
-from cost_model.link_fit import bus_factor, fit_line
+from cost_model.link_table import bus_factor, fit_line
 from cost_model.measurer import Measurement, Measurer
 from cost_model.profile import Profile, Sample
 

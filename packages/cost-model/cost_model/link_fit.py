@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from alpa_interchange.document import save
-from cost_model.link_table import LinkFit, LinkTable
+from cost_model.link_table import LinkFit, LinkTable, bus_factor, fit_line
 
 _MIB = float(1 << 20)
 _SOURCES = {
@@ -27,21 +27,6 @@ _SOURCES = {
     "vtrain_v100": ("nvlink2", "VIA-Research/vTrain, NCCL tests on V100"),
     "aceso": ("nvlink2-32gb", "microsoft/SuperScaler (Aceso), PyTorch collectives on V100-32GB"),
 }
-
-
-def bus_factor(collective: str, devices: int) -> float:
-    """Return the bytes that cross the bottleneck link per byte of the collective's buffer."""
-    share = (devices - 1) / devices
-    return 2 * share if collective == "all-reduce" else share
-
-
-def fit_line(bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """Return (latency, seconds per byte, MAPE) of the relative least-squares line, both above 0."""
-    columns = np.stack([np.ones_like(bytes), bytes], axis=1) / seconds[:, None]
-    latency, slope = np.linalg.lstsq(columns, np.ones_like(bytes), rcond=None)[0]
-    latency = max(float(latency), 1e-7)
-    error = np.abs((latency + slope * bytes) / seconds - 1)
-    return latency, float(slope), float(error.mean())
 
 
 def fit_tables(directory: Path) -> LinkTable:

@@ -1,10 +1,11 @@
-"""Fitted link data: what collectives of n devices reach on a link."""
+"""What collectives of n devices reach on a link, and the line fitted to measured ones."""
 
 from __future__ import annotations
 
 import functools
 from importlib import resources
 
+import numpy as np
 from attrs import field, frozen
 
 from alpa_interchange.check import positive
@@ -31,6 +32,21 @@ class LinkTable:
     """All fitted tables."""
 
     fits: tuple[LinkFit, ...]
+
+
+def bus_factor(collective: str, devices: int) -> float:
+    """Return the bytes that cross the bottleneck link per byte of the collective's buffer."""
+    share = (devices - 1) / devices
+    return 2 * share if collective == "all-reduce" else share
+
+
+def fit_line(bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """Return (latency, seconds per byte, MAPE) of the relative least-squares line, both above 0."""
+    columns = np.stack([np.ones_like(bytes), bytes], axis=1) / seconds[:, None]
+    latency, slope = np.linalg.lstsq(columns, np.ones_like(bytes), rcond=None)[0]
+    latency = max(float(latency), 1e-7)
+    error = np.abs((latency + slope * bytes) / seconds - 1)
+    return latency, float(slope), float(error.mean())
 
 
 @functools.cache

@@ -86,18 +86,15 @@ def breakdown(
     recomputation_bytes: float = 0.0,
     temporary_bytes: float = 0.0,
     communication_bytes: float = 0.0,
-    fragmentation_share: float = 0.03,
-    fragmentation_bytes: float | None = None,
+    fragmentation_bytes: float = 0.0,
     runtime_bytes: float = 0.0,
 ) -> MemoryBreakdown:
     """Return the memory of a device of `stage`; all bytes are per device and already sharded.
 
     `activation_bytes` is what one microbatch leaves for its backward pass on all chunks of the
-    device, `fragmentation_share` the allocator's loss on everything that comes and goes, unless
-    `fragmentation_bytes` states it.
+    device.
     """
     alive = in_flight(schedule, stage, num_stages, num_microbatches, num_chunks) * activation_bytes
-    moving = alive + recomputation_bytes + temporary_bytes + communication_bytes
     return MemoryBreakdown(
         parameters=parameter_bytes,
         gradients=gradient_bytes,
@@ -106,8 +103,6 @@ def breakdown(
         recomputation=recomputation_bytes,
         temporaries=temporary_bytes,
         communication=communication_bytes,
-        fragmentation=fragmentation_share * moving
-        if fragmentation_bytes is None
-        else fragmentation_bytes,
+        fragmentation=fragmentation_bytes,
         runtime=runtime_bytes,
     )

@@ -45,12 +45,6 @@ class Simulation:
     peak_bytes: tuple[float, ...]  # largest sum of live buffers plus the running task's temporary
     schedule: PipelineSchedule = field(repr=False)
 
-    @property
-    def bubble_share(self) -> float:
-        """Return the idle share of all meshes' time in the step."""
-        total = self.step_seconds * len(self.busy_seconds)
-        return sum(self.bubble_seconds) / total if total else 0.0
-
 
 def simulate(
     schedule: PipelineSchedule,

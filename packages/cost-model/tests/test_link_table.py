@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from alpa_interchange.cluster import LinkSpec
@@ -5,7 +6,7 @@ from alpa_interchange.mesh import SubmeshSpec
 from cost_model import cluster, logical_mesh
 from cost_model.catalogue import LINKS
 from cost_model.collective import collective_seconds
-from cost_model.link_table import link_rate, link_table
+from cost_model.link_table import bus_factor, fit_line, link_rate, link_table
 
 # seconds of all-reduces on A100, from VIA-Research/vTrain (MIT): 64 MiB and 1 GiB
 MEASURED = {(2, 1 << 30): 5.4428e-3, (4, 1 << 30): 7.2594e-3, (8, 1 << 30): 8.193e-3}
@@ -38,3 +39,13 @@ def test_the_shipped_table_says_how_well_it_fits():
     fits = link_table().fits
     assert len(fits) == 18
     assert max(fit.mape for fit in fits if fit.collective == "all-reduce") < 0.04
+
+
+def test_a_line_gives_its_latency_and_slope():
+    sizes = np.geomspace(1e3, 1e9, 20)
+    latency, slope, error = fit_line(sizes, 2e-5 + sizes / 1e11)
+    assert (latency, slope, error) == pytest.approx((2e-5, 1e-11, 0.0), abs=1e-9)
+
+
+def test_an_all_reduce_crosses_the_link_twice():
+    assert bus_factor("all-reduce", 8) == 2 * bus_factor("all-gather", 8) == 2 * 7 / 8

@@ -41,15 +41,15 @@ def test_terms_are_named_and_add_up():
     memory = breakdown(
         parameter_bytes=10.0, gradient_bytes=20.0, optimizer_bytes=60.0, activation_bytes=5.0,
         schedule="1f1b", stage=1, num_stages=4, num_microbatches=8, temporary_bytes=2.0,
-        communication_bytes=3.0, fragmentation_share=0.1, runtime_bytes=1.0,
+        communication_bytes=3.0, fragmentation_bytes=2.0, runtime_bytes=1.0,
     )  # fmt: skip
     assert dict(memory.terms()) == {
         "parameters": 10.0, "gradients": 20.0, "optimizer": 60.0, "activations": 15.0,
         "recomputation": 0.0, "temporaries": 2.0, "communication": 3.0,
-        "fragmentation": pytest.approx(2.0), "runtime": 1.0,
+        "fragmentation": 2.0, "runtime": 1.0,
     }  # fmt: skip
     assert memory.state == 90.0
-    assert memory.total == pytest.approx(113.0)
+    assert memory.total == 113.0
 
 
 def test_unknown_schedules_and_stages_are_refused():

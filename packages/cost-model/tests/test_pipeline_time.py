@@ -18,6 +18,13 @@ def test_the_slowest_stage_sets_the_pace():
     )
 
 
+def test_two_microbatches_hide_one_forward_pass_of_the_way():
+    # stage 0: forwards 0-5/3 and 5/3-10/3; the first is back after 5/3 + 3 (1/3 + 2/3) = 14/3, its
+    # backward ends at 8, the second's at 34/3
+    found = one_forward_one_backward([5.0, 1.0, 1.0, 1.0], 0.0, 2)
+    assert found == pytest.approx(34 / 3)
+
+
 def test_transfers_between_equal_stages_are_waited_for():
     # two neighbours alternate: 2 P = s + h + s + h
     assert periods([3.0, 3.0], 0.5) == pytest.approx([3.5, 3.5])

@@ -54,7 +54,7 @@ def test_a_pipeline_without_transfer_time_takes_microbatches_plus_stages_minus_o
     result = simulate(pipeline(4, 8, lambda stage: 4 - stage), stage_seconds(4))
     assert result.step_seconds == (8 + 4 - 1) * 3
     assert result.busy_seconds == (24.0,) * 4
-    assert result.bubble_share == pytest.approx(3 / 11)
+    assert result.bubble_seconds == (9.0,) * 4
 
 
 # makespan over ideal of 8 stages, 64 microbatches, f = 1, b = 2: three ways to run 1F1B, by the

@@ -10,7 +10,6 @@ from alpa_interchange.document import (
     save,
     to_json,
 )
-from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
 from alpa_interchange.kept_menu import (
     BoundaryLayout,
     BoundaryValue,
@@ -19,6 +18,7 @@ from alpa_interchange.kept_menu import (
     menu_path,
     save_plan,
 )
+from alpa_interchange.layer import Layer
 from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.plan import (
     InputSummary,
@@ -56,12 +56,9 @@ __all__ = [
     "Instruction",
     "KeptMenu",
     "Layer",
-    "LayerGraph",
     "LinkSpec",
     "LogicalMesh",
     "MeshAxis",
-    "Op",
-    "OpGraph",
     "OperatorSharding",
     "ParallelPlan",
     "PipelineSchedule",
@@ -85,7 +82,6 @@ __all__ = [
     "TensorType",
     "TokenSlice",
     "Transfer",
-    "Value",
     "dtype_bytes",
     "from_json",
     "load",

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from alpa_interchange.check import OneOf, non_empty, non_negative
 from alpa_interchange.cluster import ClusterSpec
-from alpa_interchange.graph import Layer
+from alpa_interchange.layer import Layer
 from alpa_interchange.mesh import DeviceMesh
 from alpa_interchange.plan_text import one_line, plan_html, plan_text
 from alpa_interchange.rule import Strategy

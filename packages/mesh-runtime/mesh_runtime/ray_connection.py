@@ -20,6 +20,9 @@ from mesh_runtime.runtime import WorkerError
 _LOG = logging.getLogger("mesh_runtime")
 _LONG_SECONDS = 30.0
 """After which a start that goes on is warned of: on two idle cores it takes 4 to 8 s."""
+_REMEDY = (
+    "start one there (ray start --head), or leave the address out for a cluster of this machine"
+)
 _SLOW_SECONDS = 20.0
 """What a start takes at least that failed because the machine is busy: Ray 2.60 waits for its own
 node for 30 s, which no setting changes. What fails earlier fails again."""
@@ -48,7 +51,7 @@ def connect(ray: Any, address: str | None, cpus: float, seconds: float) -> bool:
         # Else Ray starts an idle worker for each core, of 0.36 CPU s each, none of which can be
         # ours: those have an environment of their own.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    else:
+    elif address != "auto":
         check_reachable(address)
     with _quiet_forks(), _own_sigterm(), _said(what):
         if address == "local":
@@ -127,17 +130,25 @@ def check_address(address: str | None, name: str = "RayOptions.address") -> None
 
 
 def check_reachable(address: str | None) -> None:
-    """Refuse an address "host:port" where nobody listens; Ray itself takes minutes to say so."""
-    if address in (None, "auto", "local") or "://" in address:
-        return
+    """Refuse an address "host:port" where nobody listens, which takes Ray minutes, and "auto" where
+    no cluster runs on this machine; where one does, this process is then connected to it."""
+    if address == "auto":
+        import ray
+
+        try:
+            connect(ray, address, cpus=0.0, seconds=0.0)
+        except WorkerError as error:
+            raise WorkerError(f"{str(error).rstrip('.')}; {_REMEDY}") from error
+    elif not (address in (None, "local") or "://" in address):
+        _check_listens(address)
+
+
+def _check_listens(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, UnicodeError) as error:
-        raise WorkerError(
-            f"no Ray cluster answers at {address}: {error}; start one there (ray start --head), or "
-            "leave the address out for a cluster of this machine"
-        ) from error
+        raise WorkerError(f"no Ray cluster answers at {address}: {error}; {_REMEDY}") from error
 
 
 @contextmanager

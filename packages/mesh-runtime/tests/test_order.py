@@ -100,6 +100,7 @@ def test_a_peer_must_be_another_mesh(peer):
 
 def test_the_value_of_a_buffer_is_what_stands_before_its_microbatch():
     assert value_name("h@12") == "h" and value_name("w") == "w"
+    assert value_name("state['a@b']@3") == "state['a@b']"
 
 
 def test_microbatches_that_the_same_meshes_read_are_one_value():

@@ -148,6 +148,16 @@ def test_an_address_where_nobody_listens_is_one_line(host):
         check_reachable(f"{host}:1")
 
 
+def test_a_machine_without_a_cluster_is_one_line(monkeypatch):
+    def init(**settings):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(WorkerError, match="no cluster at auto: Could not .*ray start --head"):
+        check_reachable("auto")
+
+
 def test_a_sigterm_while_ray_starts_goes_to_the_handler_of_the_process(monkeypatch):
     class OwnEnd(BaseException):
         pass

@@ -284,25 +284,22 @@ class _Race:
         device_lanes: bool,
         draft: Draft,
         estimate: float,
-        demands: list[Demand] | None = None,
-        least_gain: float = 1.0,
     ) -> bool:
-        """Keep a draft if it is the fastest by a factor; simulate it if it is not too long for
-        that."""
-        demands = demands or self._demands(draft)
+        """Keep a draft if it is the fastest; simulate it if it is not too long for that."""
+        demands = self._demands(draft)
         self.work += len(draft.transfers)
         seconds = least_seconds(draft.transfers, demands, self.links)
-        if self.best is not None and seconds * least_gain >= self.best.seconds:
+        if self.best is not None and seconds >= self.best.seconds:
             return False
         seconds = max(estimate, seconds)
         if len(draft.transfers) <= self.options.most_simulated:
-            limit = self.best.seconds / least_gain if self.best is not None else math.inf
+            limit = self.best.seconds if self.best is not None else math.inf
             intervals = course(draft.transfers, demands, self.links, limit=limit)
             seconds = max((end for _, end in intervals), default=0.0)
         else:
             levels = level_seconds(draft.transfers, demands, self.links)
             seconds = max(seconds, levels, self.bound)
-        if self.best is not None and seconds * least_gain >= self.best.seconds:
+        if self.best is not None and seconds >= self.best.seconds:
             return False
         self._keep(name, device_lanes, draft.transfers, seconds)
         return True

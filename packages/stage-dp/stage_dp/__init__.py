@@ -4,10 +4,10 @@ from stage_dp.device_pool import place
 from stage_dp.emission import emit, instruction_lists
 from stage_dp.fixed_stages import Known
 from stage_dp.infeasibility import BoundError, InfeasibleError, check_bound
+from stage_dp.joint_interleaved import CHUNKS
 from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
-    ClusteringOptions,
     OpSequence,
     cluster_layers,
     live_bytes,
@@ -36,11 +36,11 @@ from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_
 from stage_dp.torch_csv import torch_csv
 
 __all__ = [
+    "CHUNKS",
     "SCHEDULES",
     "SCHEDULE_RULES",
     "BoundError",
     "Clustering",
-    "ClusteringOptions",
     "InfeasibleError",
     "Known",
     "OpSequence",

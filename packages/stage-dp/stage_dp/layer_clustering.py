@@ -28,6 +28,7 @@ from stage_dp.repetition import Run, repeated_runs
 
 Array = NDArray[np.float64]
 MAX_LOOSE_CUTS = 256  # considered in each stretch without repetition
+BALANCE = 0.5  # eps above
 FINER_PIECES = 3  # more pieces of a block than needed, tried before a layer is left light
 
 
@@ -57,13 +58,6 @@ class OpSequence:
 
 
 @frozen(kw_only=True)
-class ClusteringOptions:
-    """`balance` is eps of the module docstring."""
-
-    balance: float = 0.5
-
-
-@frozen(kw_only=True)
 class Clustering:
     """Layer k is ops starts[k]..starts[k + 1] of the sequence."""
 
@@ -89,7 +83,6 @@ class Clustering:
 def cluster_layers(
     ops: OpSequence,
     num_layers: int | None = None,
-    options: ClusteringOptions | None = None,
 ) -> Clustering:
     """Return `num_layers` layers (fewer only where there are not that many cuts), None: chosen
     here.
@@ -97,7 +90,6 @@ def cluster_layers(
     Chosen numbers give each repeated block a layer of its own, and what is before, between and
     after them one where it has at least half a block's work.
     """
-    options = options or ClusteringOptions()
     if num_layers is not None and num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     num_ops = len(ops.seconds)
@@ -122,7 +114,7 @@ def cluster_layers(
     )
     if num_layers is None:
         num_layers = _chosen_number(work, runs)
-    starts = _starts(num_layers, work, live, runs, allowed, options)
+    starts = _starts(num_layers, work, live, runs, allowed)
     spans = list(itertools.pairwise(starts))
     return Clustering(
         starts=tuple(starts),
@@ -138,7 +130,6 @@ def _starts(
     live: Array,
     runs: Sequence[Run],
     allowed: NDArray[np.bool_],
-    options: ClusteringOptions,
 ) -> list[int]:
     """Return the cuts [layers + 1]: of whole blocks, or of as few pieces of them as leave no layer
     without its share of the work."""
@@ -147,11 +138,11 @@ def _starts(
     for places in _places(num_layers, work, live, runs, allowed):
         loose = np.array([place not in borders for place in places]) * 1e-3
         count = min(num_layers, len(places) - 1)
-        cost, cuts = _best_cuts(count, places, work, live, options, loose)
+        cost, cuts = _best_cuts(count, places, work, live, loose)
         if best is None or cost < best[0]:
             best = cost, cuts
         least = min(work[a:b].sum() for a, b in itertools.pairwise(cuts))
-        if least >= (1 - options.balance) * work.sum() / num_layers:
+        if least >= (1 - BALANCE) * work.sum() / num_layers:
             break
     assert best is not None
     return best[1]
@@ -228,9 +219,7 @@ def _inner_cuts(
         return []
     first = slice(run.start, run.start + run.period)
     crossing = np.append(live[first], live[run.start + run.period])
-    _, cuts = _best_cuts(
-        pieces, [0, *offsets, run.period], work[first], crossing, ClusteringOptions(), 0.0
-    )
+    _, cuts = _best_cuts(pieces, [0, *offsets, run.period], work[first], crossing, 0.0)
     return cuts[1:-1]
 
 
@@ -239,7 +228,6 @@ def _best_cuts(
     places: Sequence[int],
     work: Array,
     live: Array,
-    options: ClusteringOptions,
     loose: Array | float,
 ) -> tuple[float, list[int]]:
     """Return the least sum of the module docstring, and the `num_layers` + 1 of `places` it is of.
@@ -248,7 +236,7 @@ def _best_cuts(
     """
     total = np.concatenate([[0.0], np.cumsum(work)])[np.asarray(places)]
     share = (total[None, :] - total[:, None]) * (num_layers / max(total[-1], 1e-300))
-    eps = options.balance
+    eps = BALANCE
     layer = (
         10 * np.maximum(0.0, share - 1 - eps) ** 2
         + 10 * np.maximum(0.0, 1 - eps - share) ** 2

@@ -27,12 +27,6 @@ class PipelineTime:
     pipeline_stop: tuple[float, ...]
     busy_seconds: tuple[float, ...]  # per mesh, compute only
 
-    @property
-    def bubble_fraction(self) -> float:
-        """Return the share of mesh time without compute."""
-        total = self.step_seconds * len(self.busy_seconds)
-        return 1.0 - sum(self.busy_seconds) / total if total else 0.0
-
 
 def pipeline_time(
     schedule: Schedule,

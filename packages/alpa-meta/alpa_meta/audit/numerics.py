@@ -193,16 +193,6 @@ def single_device_reference(
     )
 
 
-def numerics_check(
-    parallel: PyTree,
-    step: Function[PyTree],
-    arguments: tuple[PyTree, ...],
-    key: jax.Array,
-) -> NumericsCheck:
-    """Return the check of the result `parallel` against the single-device `step(*arguments)`."""
-    return single_device_reference(step, arguments, key).check(parallel)
-
-
 def _on_host(leaf: PyTree) -> PyTree:
     if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
         return leaf

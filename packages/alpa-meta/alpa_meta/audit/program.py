@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 from attrs import frozen
 from jax.sharding import NamedSharding
 
@@ -155,16 +154,3 @@ def single_device(jaxpr: ClosedJaxpr) -> Function[PyTree]:
         return run(*(jax.device_put(value, device) for value in values))
 
     return on_one
-
-
-def random_values(shapes: Sequence[jax.ShapeDtypeStruct], key: jax.Array) -> list[jax.Array]:
-    """Return a normal array for each floating shape, small integers and keys for the others."""
-    values = []
-    for shape, one in zip(shapes, jax.random.split(key, max(len(shapes), 1)), strict=False):
-        if jax.numpy.issubdtype(shape.dtype, jax.dtypes.prng_key):
-            values.append(jax.random.split(one, int(np.prod(shape.shape))).reshape(shape.shape))
-        elif jax.numpy.issubdtype(shape.dtype, jax.numpy.floating):
-            values.append(jax.random.normal(one, shape.shape, shape.dtype))
-        else:
-            values.append(jax.random.randint(one, shape.shape, 0, 2).astype(shape.dtype))
-    return values

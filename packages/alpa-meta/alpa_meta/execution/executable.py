@@ -28,13 +28,13 @@ from alpa_meta.execution.finite import (
     with_update_apart,
 )
 from alpa_meta.execution.host_memory import placed
-from alpa_meta.execution.meshes import LocalMeshes
+from alpa_meta.execution.meshes import LocalMeshes, Meshes
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
 from alpa_meta.execution.shared_programs import with_shared_programs
 from alpa_meta.identity import Identity
 from alpa_meta.planning.chosen_plan import Planned
-from alpa_meta.spmd import partition_spec
+from alpa_meta.spmd import jax_sharding, partition_spec
 from alpa_meta.step.arguments import abstract, strong
 from alpa_meta.step.leaves import Leaf
 from alpa_meta.types import Fields, Function, PyTree
@@ -70,7 +70,7 @@ class Executable:
         self.plan = planned.plan
         self._remote = pool is not None
         self._compiled = False
-        self._places = (
+        self._places: Meshes = (
             LocalMeshes(self.plan, devices, trace)
             if pool is None
             else RayMeshes(self.plan, pool, trace)
@@ -423,7 +423,7 @@ class Executable:
         for name, home in zip(graph.inputs, graph.home, strict=True):
             if name not in shardings[home]:
                 spec = ShardingSpec.replicated(len(shape_of(paths[name])))
-                shardings[home][name] = NamedSharding(self.meshes[home], partition_spec(spec))
+                shardings[home][name] = jax_sharding(spec, self.meshes[home])
         return shardings
 
     def _input_places(self) -> dict[str, NamedSharding]:

@@ -87,7 +87,6 @@ class Tasks:
     outputs: tuple[Output, ...]
     carry: Mapping[str, str]
     accumulators: Mapping[Var, Var]  # value of the microbatches -> accumulator variable
-    accumulator_names: Mapping[Var, str]
     num_microbatches: int
 
     def output_names(self) -> tuple[list[str], dict[str, int]]:
@@ -403,7 +402,6 @@ class _TaskBuilder:
             tuple(outputs),
             carry,
             self.accumulators,
-            {var: self._input_name(a) for var, a in self.accumulators.items()},
             self.count,
         )
 

@@ -333,15 +333,13 @@ class LayerCosts:
             self._redone[kind] = RedoneSeconds(self.selection, self._sizes, kind)
         return self._redone[kind]
 
-    def layer_bytes(
-        self, layer: int, names: Sequence[str], size: int = 0
-    ) -> tuple[dict[int, Floats], float]:
+    def layer_bytes(self, layer: int, names: Sequence[str]) -> tuple[dict[int, Floats], float]:
         """Return {node: [strategies] bytes} that a layer holds as `names`, and what no node
         decides."""
         found: dict[int, Floats] = {}
         rest = 0.0
         for name in names:
-            by_node, more = self.held[name].by_node(layer, size)
+            by_node, more = self.held[name].by_node(layer, 0)
             rest += more
             for node, own in by_node.items():
                 found[node] = found[node] + own if node in found else own

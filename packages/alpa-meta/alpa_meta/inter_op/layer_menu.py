@@ -21,7 +21,7 @@ from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.window import Window
-from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError
 from cost_model import CostModel
 from stage_dp import SCHEDULE_RULES
@@ -89,8 +89,7 @@ class MenuBuilder:
     @property
     def splits_backward(self) -> bool:
         """Whether a schedule may have the backward pass in two parts."""
-        schedules = SCHEDULES if self.options.schedule is None else (self.options.schedule,)
-        return any(SCHEDULE_RULES[name].splits_backward for name in schedules)
+        return any(SCHEDULE_RULES[name].splits_backward for name in self.options.schedules)
 
     def mesh_menu(
         self, submesh: SubmeshSpec, mesh: LogicalMesh, memory: float, share: float

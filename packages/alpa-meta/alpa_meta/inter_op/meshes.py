@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from alpa_interchange import ClusterSpec, DeviceGroup, LogicalMesh, SubmeshSpec
@@ -23,9 +24,9 @@ def submeshes(cluster: ClusterSpec) -> tuple[SubmeshSpec, ...]:
     found = []
     for number, group in enumerate(cluster.host_groups):
         per_host = group.devices_per_host
-        for devices in _divisors(per_host):
+        for devices in divisors(per_host):
             found.append(SubmeshSpec(num_hosts=1, devices_per_host=devices, host_group=number))
-        for hosts in _divisors(group.num_hosts):
+        for hosts in divisors(group.num_hosts):
             if hosts > 1:
                 found.append(
                     SubmeshSpec(num_hosts=hosts, devices_per_host=per_host, host_group=number)
@@ -75,8 +76,10 @@ def _axes_across_hosts(shape: Sequence[int], devices_per_host: int) -> int:
     return across
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+@functools.lru_cache(maxsize=64)  # asked for every state array
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
@@ -86,7 +89,7 @@ def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
         return
     yield (number,)
     if most > 1:
-        for first in _divisors(number):
+        for first in divisors(number):
             if 1 < first < number:
                 for rest in _factorisations(number // first, most - 1):
                     yield (first, *rest)

@@ -39,7 +39,7 @@ from alpa_meta.compat import (
 )
 from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
-from alpa_meta.inter_op.stacks import stacked_inputs
+from alpa_meta.inter_op.stacks import stacked_inputs, stacked_outputs
 from alpa_meta.operators.regions import is_remat, is_scan
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
@@ -78,7 +78,7 @@ def with_recomputed_scan(
     `results` are the program's. Unchanged where no single backward scan of `layer` reads what
     `forward` stacks.
     """
-    made = set(_ys(forward))
+    made = set(stacked_outputs(forward))
     readers = [
         eqn
         for eqn in layering.of("backward", layer)
@@ -248,7 +248,3 @@ def _scan(
         return [*state, *ys]
 
     return equations_of(scanned, read, results)
-
-
-def _ys(eqn: JaxprEqn) -> list[Var]:
-    return [var for var in eqn.outvars[scan_counts(eqn)[1] :] if not is_drop(var)]

@@ -24,9 +24,9 @@ from alpa_meta.compat import (
     JaxprEqn,
     Literal,
     Var,
+    abstract_of,
     array_type,
     consts,
-    dtype_of,
     is_drop,
     open_jaxpr,
     scan_counts,
@@ -176,7 +176,7 @@ class Writer:
     ) -> None:
         """Write the equations of a jax function of `operands`, traced once for each `key`."""
         if key not in self._templates:
-            avals = [_abstract(atom) for atom in operands]
+            avals = [abstract_of(atom) for atom in operands]
             self._templates[key] = inline(jax.make_jaxpr(function)(*avals))
         made = instantiated(open_jaxpr(self._templates[key]), operands, results, source)
         self.uses_number |= any(atom is self.number for eqn in made for atom in eqn.invars)
@@ -323,11 +323,6 @@ class Writer:
             )
 
         self._write(object(), run, [self.number, *operands], results, eqn)
-
-
-def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
-    weak = getattr(atom.aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), weak_type=weak)
 
 
 def _spec(placement: Placement, atom: Atom) -> ShardingSpec:

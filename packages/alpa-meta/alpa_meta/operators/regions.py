@@ -121,11 +121,6 @@ def is_while(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == _WHILE)
 
 
-def is_loop(eqn: JaxprEqn) -> bool:
-    """Return whether `eqn` runs its body any number of times."""
-    return eqn.primitive.name in (_SCAN, _WHILE)
-
-
 def is_conditional(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` runs one of its bodies."""
     return bool(eqn.primitive.name == _COND)

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from alpa_interchange import ClusterSpec
 from alpa_meta.errors import InfeasibleError
-from alpa_meta.inter_op.meshes import memory_per_device, usable_memory
+from alpa_meta.inter_op.meshes import divisors, memory_per_device, usable_memory
 from alpa_meta.options import Options
 from alpa_meta.step.arguments import abstract_leaf, is_array
 from alpa_meta.step.pure_call import flat_objects
@@ -164,11 +164,6 @@ def most_parts(shape: tuple[int, ...], num_devices: int) -> int:
     `num_devices`: the largest product of divisors of dims that divides it."""
     reached = {1}
     for size in shape:
-        parts = [part for part in _divisors(num_devices) if size % part == 0]
+        parts = [part for part in divisors(num_devices) if size % part == 0]
         reached = {a * b for a in reached for b in parts if num_devices % (a * b) == 0}
     return max(reached)
-
-
-@functools.lru_cache(maxsize=64)
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(part for part in range(1, number + 1) if number % part == 0)

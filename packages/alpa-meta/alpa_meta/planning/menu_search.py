@@ -36,7 +36,7 @@ from alpa_meta.inter_op.short_step import ShortStep
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.other_sizes import same_equations
 from alpa_meta.operators.regions import is_scan
-from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.options import Options
 from alpa_meta.planning.menu_problem import Crossing, boundary_floor_of, boundary_of
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of
@@ -241,7 +241,7 @@ def search_menu(
         boundary=boundary_of(menu, crossing, model),
         boundary_floor=boundary_floor_of(menu, crossing, model),
         counts=tuple(counts),
-        schedules=SCHEDULES if options.schedule is None else (options.schedule,),
+        schedules=options.schedules,
         num_stages=options.num_stages,
         floors_at=builder.floors_at,
     )

@@ -23,6 +23,7 @@ from alpa_interchange import (
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.meshes import splits_hosts_twice
+from alpa_meta.inter_op.recomputation import chosen_recomputation
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
@@ -75,7 +76,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad input.
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
-    _check_stages(options)
+    _check_stages(cluster, options)
     with collections_paused(), programs_forgotten():
         check_arguments_fit(step.args, cluster, options)  # before the step is traced
         options.progress("trace", 0, 1)
@@ -99,17 +100,20 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     return planned
 
 
-def _check_stages(options: Options) -> None:
-    """Raise PlanError for a number of stages that the named schedule cannot have."""
-    num = options.num_stages
-    if num is None or options.schedule is None:
+def _check_stages(cluster: ClusterSpec, options: Options) -> None:
+    """Raise PlanError for a number of stages that no schedule asked for can have on the devices."""
+    num, devices = options.num_stages, cluster.num_devices
+    if num is None:
         return
-    interleaves = stage_dp.SCHEDULE_RULES[options.schedule].interleaves
-    if interleaves and all(num % meshes for meshes in range(2, num // 2 + 1)):
+    interleaves = {stage_dp.SCHEDULE_RULES[name].interleaves for name in options.schedules}
+    shared = {meshes * each for meshes in range(2, devices + 1) for each in stage_dp.CHUNKS}
+    if not (False in interleaves and num <= devices or True in interleaves and num in shared):
+        each = ", ".join(map(str, stage_dp.CHUNKS))
         raise PlanError(
-            f"schedule={options.schedule!r} runs two or more stages on each of two or more meshes, "
-            f"so that num_stages must be 4, 6, 8, 9 or another such product, got {num}; leave it "
-            "out, or name another schedule"
+            f"num_stages={num} with schedule={options.schedule!r} is not possible on the {devices} "
+            f"devices of {cluster.name!r}: each stage needs a mesh of its own, but with "
+            f"'interleaved-1f1b', where each of 2 or more meshes runs one of {each} stages; give "
+            "another number, or leave it out"
         )
 
 
@@ -339,17 +343,27 @@ def _warn(planned: Planned, options: Options) -> None:
         )
 
 
+def _offloads(plan: ParallelPlan) -> bool:
+    return any(one.memory != "device" for one in plan.program.inputs)
+
+
 def _check_told(plan: ParallelPlan, options: Options) -> None:
     """Raise PlanError where options beside a plan of the user's ask for another one."""
+    kinds = tuple(layer.recomputation for layer in plan.layers)
     has = {
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.stage_plan.schedule,
         "num_token_slices": max(len(plan.program.token_slices), 1),
         "token_slices": plan.program.token_slices,
+        "num_layers": len(kinds),
+        "recompute": kinds,
+        "offload": "moments" if _offloads(plan) else "none",
     }
     for name, value in has.items():
         told = getattr(options, name)
+        if told is not None and name == "recompute":
+            told = tuple(chosen_recomputation(told, len(kinds)).values())
         if told not in (None, value):
             raise PlanError(
                 f"the plan that is given has {name}={value!r}, but {name}={told!r} is asked for; "
@@ -364,7 +378,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
         _check_told(plan, options)
     if plan.program.token_slices and not step.slices:  # the planner's choice
         step = step.in_slices(SliceRequest(plan.program.token_slices))
-    if not step.offloads and any(one.memory != "device" for one in plan.program.inputs):
+    if not step.offloads and _offloads(plan):
         step = step.with_offload()
     check_consistent(plan)
     check_exact(step, plan.num_microbatches, options)

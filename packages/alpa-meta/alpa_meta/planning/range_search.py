@@ -34,7 +34,7 @@ from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes, usable_memory
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection, same_choice
-from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.planning.chosen_plan import (
     Planned,
@@ -199,17 +199,10 @@ def meshes_to_plan(
 def _other_meshes(options: Options) -> int:
     """Return how many meshes there are at least beside that of one stage."""
     num = options.num_stages or 1
-    schedules = SCHEDULES if options.schedule is None else (options.schedule,)
-    if any(stage_dp.SCHEDULE_RULES[name].interleaves for name in schedules):
+    if any(stage_dp.SCHEDULE_RULES[name].interleaves for name in options.schedules):
         shared = [meshes for meshes in range(2, num // 2 + 1) if num % meshes == 0]
         num = min(shared, default=num)  # which run as many stages each
     return num - 1
-
-
-def _schedules(options: Options) -> tuple[str, ...]:
-    if options.schedule is not None:
-        return (options.schedule,)
-    return SCHEDULES[:1] if options.num_stages == 1 else SCHEDULES  # one stage has one order
 
 
 def _search(
@@ -224,7 +217,8 @@ def _search(
         num_layers=outlook.num_layers,
         device_groups=device_groups(cluster, options.memory),
         candidates=tuple(range_candidates(outlook, solutions, model)),
-        schedules=_schedules(options),
+        # one stage has one order
+        schedules=options.schedules[:1] if options.num_stages == 1 else options.schedules,
         num_stages=options.num_stages,
     )
     floors = evolve(

@@ -16,7 +16,7 @@ from attrs import evolve, fields, has
 import stage_dp
 from alpa_interchange import StageCandidate, StagePlan, TokenSlice
 from alpa_interchange.menu import Affine, JointProblem, LayerFloor
-from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.options import Options
 from alpa_meta.types import Function, PyTree
 
 SEARCHED = ("gpipe",)
@@ -71,7 +71,7 @@ def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> Stage
         for stage in plan.stages
     )
     chain = [stage.candidate for stage in stages]
-    allowed = SCHEDULES if options.schedule is None else (options.schedule,)
+    allowed = options.schedules
     if alone:
         allowed = ("1f1b",) if "1f1b" in allowed else allowed[:1]
     seconds, name = min(

@@ -73,7 +73,7 @@ def draw_plan(path: Path, plan: ParallelPlan, found: Explanation | None = None) 
         for axes, column in zip(columns, tensors, strict=True):
             draw_tensors(axes, column, most_rows, WIDTH / len(tensors))
         names = [f"mesh {index}" for index in range(plan.stage_plan.num_meshes)]
-        plot_schedule(rows[4], events, names, title="predicted schedule", width=WIDTH)
+        plot_schedule(rows[4], events, names, title="predicted schedule")
 
 
 def _draw_bars(figure: SubFigure, plan: ParallelPlan, found: Explanation | None) -> None:

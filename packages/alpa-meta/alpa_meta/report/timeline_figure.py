@@ -51,7 +51,7 @@ def draw_timeline(
     if not events:
         raise ValueError("draw_timeline needs the events of at least one instruction, got none")
     with figure_file(path, WIDTH, schedule_height(len(mesh_names))) as figure:
-        plot_schedule(figure, events, mesh_names, title=title, width=WIDTH)
+        plot_schedule(figure, events, mesh_names, title=title)
 
 
 def schedule_height(num_meshes: int) -> float:
@@ -65,15 +65,14 @@ def plot_schedule(
     mesh_names: Sequence[str],
     *,
     title: str,
-    width: float,
 ) -> None:
-    """Draw a schedule into a figure `width` inches wide, with a legend."""
+    """Draw a schedule into a figure `WIDTH` inches wide, with a legend."""
     windows = _windows(events)
     lengths = [stop - start for start, stop in windows]
     panels = figure.subplots(1, len(windows), squeeze=False, width_ratios=lengths)[0]
     shown: set[str] = set()
     for axes, window in zip(panels, windows, strict=True):
-        inches = 0.9 * width * (window[1] - window[0]) / sum(lengths)
+        inches = 0.9 * WIDTH * (window[1] - window[0]) / sum(lengths)
         shown |= _plot_events(plain(axes), events, window, inches)
         axes.set_yticks([])
     panels[0].set_yticks([mesh * ROW for mesh in range(len(mesh_names))], list(mesh_names))

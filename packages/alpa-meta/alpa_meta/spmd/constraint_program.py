@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
@@ -24,7 +24,7 @@ from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.evaluation import Scope, Walk, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
-from alpa_meta.spmd.program import abstract_mesh, partition_spec
+from alpa_meta.spmd.program import abstract_mesh, jax_sharding
 from alpa_meta.types import Function
 
 
@@ -113,7 +113,7 @@ class _Constrained(Walk):
         if self.mesh.num_devices == 1:
             return list(values)
         return [
-            lax.with_sharding_constraint(value, NamedSharding(self.over, partition_spec(spec)))
+            lax.with_sharding_constraint(value, jax_sharding(spec, self.over))
             if jnp.ndim(value)
             else value
             for value, spec in zip(values, specs, strict=True)

@@ -112,6 +112,28 @@ def num_arguments(function: Function[PyTree]) -> range | None:
     return range(sum(one.default is one.empty for one in places), len(places) + 1)
 
 
+def check_positions(
+    function: Function[PyTree], count: int, **options: Sequence[int] | None
+) -> None:
+    """Raise PlanError where options name arguments that neither a call of `count` arguments nor the
+    function has, or two of them the same one."""
+    taken = num_arguments(function)
+    most = max(count, 0 if taken is None else taken.stop - 1)
+    named_by: dict[int, str] = {}
+    for option, positions in options.items():
+        for position in positions or ():
+            if position >= most:
+                raise PlanError(
+                    f"{option}={positions} names argument {position}, but the step takes {most}, "
+                    "numbered from 0"
+                )
+            if named_by.setdefault(position, option) != option:
+                raise PlanError(
+                    f"argument {position} of the step is named by {named_by[position]} and by "
+                    f"{option}; leave it out of one of them"
+                )
+
+
 def of_state_and_batch(
     function: Function[PyTree], state: PyTree, batch: PyTree
 ) -> tuple[PyTree, ...]:

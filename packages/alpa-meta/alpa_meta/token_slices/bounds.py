@@ -317,16 +317,14 @@ class Scope:
         return _of_values(counted_first[tuple(at)])
 
 
-def operand_layouts(
-    eqn: JaxprEqn, result: int, layout: Layout, slices: Slices
-) -> list[Layout] | None:
-    """Return what of its operands an operator reads for a part of a result; None if that cannot be
-    said, or if a part would not do."""
+def operand_layouts(eqn: JaxprEqn, layout: Layout, slices: Slices) -> list[Layout] | None:
+    """Return what of its operands an operator reads for a part of its first result; None if that
+    cannot be said, or if a part would not do."""
     rule = sharding_rule(eqn)
     if rule is None or eqn.effects:
         return None
     places: dict[str, Place] = {}
-    for dim, place in zip(rule.results[result], layout, strict=True):
+    for dim, place in zip(rule.results[0], layout, strict=True):
         if place is None:
             continue
         try:
@@ -359,7 +357,7 @@ def _read_layouts(eqn: JaxprEqn, layout: Layout, slices: Slices) -> list[Layout]
     """Return what of its operands an operator reads for a part of its first result: of what is cut
     out of longer ones, such as a mask for the longest sequence, the elements in front."""
     if not any(place and is_front(eqn, d) for d, place in enumerate(layout)):
-        return operand_layouts(eqn, 0, layout, slices)
+        return operand_layouts(eqn, layout, slices)
     found: list[Place | None] = []
     sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
     for d, (place, (size, kept)) in enumerate(zip(layout, sizes, strict=True)):

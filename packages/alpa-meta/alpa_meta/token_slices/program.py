@@ -61,7 +61,6 @@ def in_wanted_slices(
     phases: Sequence[str],
     tokens: Sequence[bool],
     wanted: SliceRequest,
-    needed: Sequence[Var] = (),
 ) -> SlicedProgram:
     """Return a program in the slices that are asked for; SlicingError if it cannot be computed so.
 
@@ -74,10 +73,8 @@ def in_wanted_slices(
     for slices in wanted.candidates(sizes):
         try:
             if wanted.lengths:
-                return in_slices(closed, phases, tokens, slices, needed)
-            return in_whole_chunks(
-                slices, lambda some: in_slices(closed, phases, tokens, some, needed)
-            )
+                return in_slices(closed, phases, tokens, slices)
+            return in_whole_chunks(slices, lambda some: in_slices(closed, phases, tokens, some))
         except SlicingError as error:
             refused = refused or error
     asked = f"slices of {wanted.lengths} tokens" if wanted.lengths else f"{wanted.count} slices"

@@ -26,8 +26,8 @@ from alpa_meta.compat import (
     JaxprEqn,
     Literal,
     Var,
+    abstract_of,
     array_type,
-    dtype_of,
     is_drop,
     open_jaxpr,
     shape_of,
@@ -192,7 +192,7 @@ class Writer:
         sweep: int | None = None,
     ) -> None:
         """Write the equations of a jax function of `operands`, traced once for each `key`."""
-        avals = tuple(_abstract(atom) for atom in operands)
+        avals = tuple(abstract_of(atom) for atom in operands)
         full = key, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
         if full not in self.templates:
             self.templates[full] = inline(jax.make_jaxpr(function)(*avals))
@@ -430,7 +430,7 @@ class Writer:
         eqn, position = self.producer[var]
         decision = self.analysis.decisions[position]
         plain = isinstance(decision, Known | Recomputed) and len(eqn.outvars) == 1
-        layouts = operand_layouts(eqn, 0, layout, self.slices) if plain else None
+        layouts = operand_layouts(eqn, layout, self.slices) if plain else None
         if layouts is not None and not eqn.effects and self._has_parts(eqn, layouts):
             reading = Reading(tuple(layouts), (layout,))
             result = self.result(var, layout, number)
@@ -491,8 +491,3 @@ class Writer:
 
         key = operator_signature(eqn), reading, number, place
         self.compute(key, run, operands, results, number, eqn)
-
-
-def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
-    weak = getattr(atom.aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), weak_type=weak)

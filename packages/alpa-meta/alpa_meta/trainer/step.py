@@ -16,7 +16,6 @@ from alpa_meta.types import PyTree
 
 Batch = dict[str, PyTree]
 Metrics = dict[str, jax.Array]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 @frozen(kw_only=True)

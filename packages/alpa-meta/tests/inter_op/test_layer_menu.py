@@ -335,5 +335,5 @@ def test_layers_recompute_where_memory_is_not_short_if_that_is_quicker(devices, 
     gelu = functools.partial(_step, activation=jax.nn.gelu)
     sized = {"none": _sized((8, 32), tokens=(512,), step=gelu)}
     menu = _menu_of(MenuBuilder(sized, MODEL, Options(), BATCH), 80e9, devices)
-    for mesh in menu.meshes:
-        assert {row.recomputation for rows in mesh.rows for row in rows} == kinds
+    found = [{row.recomputation for rows in mesh.rows for row in rows} for mesh in menu.meshes]
+    assert found and all(one == kinds for one in found)

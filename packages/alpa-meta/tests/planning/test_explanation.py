@@ -127,10 +127,11 @@ def test_sentences_say_when_predictions_cannot_tell_two_plans_apart():
 
 def test_alternatives_are_distinct_where_they_differ_by_more_than_the_model_is_off(found):
     model = calibrated_model(planned().plan.cluster)
-    for one in found.alternatives:
-        if one.seconds is not None:
-            other = found.menu_seconds + one.seconds
-            assert one.distinct == model.distinguishes(found.menu_seconds, other)
+    priced = [one for one in found.alternatives if one.seconds is not None]
+    assert {one.distinct for one in priced} == {False, True}
+    for one in priced:
+        other = found.menu_seconds + one.seconds
+        assert one.distinct == model.distinguishes(found.menu_seconds, other)
 
 
 def test_a_menu_of_another_program_is_refused():

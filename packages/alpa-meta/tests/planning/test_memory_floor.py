@@ -11,7 +11,11 @@ import pytest
 
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.options import Options
-from alpa_meta.planning.memory_floor import check_state_fits, most_parts
+from alpa_meta.planning.memory_floor import (
+    check_arguments_fit,
+    check_state_fits,
+    most_parts,
+)
 from alpa_meta.step.program import Step
 from cost_model import cluster
 
@@ -83,3 +87,21 @@ def test_arguments_that_cannot_be_the_batch_are_refused_without_tracing():
 )
 def test_an_array_is_cut_into_divisors_of_its_dims(shape, devices, parts):
     assert most_parts(shape, devices) == parts
+
+
+def test_arguments_that_may_be_the_batch_are_not_counted_before_tracing():
+    # an array of 1 TiB with one number beside it, as of examples with their mean
+    argument = {"x": jax.ShapeDtypeStruct((1 << 20, 1 << 18), "float32"), "mean": 0.5}
+    told = Options(offload="none")
+    check_arguments_fit((argument,), cluster("h100:8"), told)
+    with pytest.raises(InfeasibleError, match="1,099,51"):
+        check_arguments_fit(({**argument, "y": jnp.zeros(3)},), cluster("h100:8"), told)
+
+
+def test_before_tracing_an_eighth_of_the_state_is_what_must_stay_near_where_hosts_have_memory():
+    arguments = step(1 << 20, 1 << 18).args  # 128 GiB on each of 8 devices of 80
+    here = cluster("p3dn.24xlarge:32")
+    assert here.host_groups[0].host_link is not None
+    check_arguments_fit(arguments, here, Options())
+    with pytest.raises(InfeasibleError, match="1,099,51"):
+        check_arguments_fit(arguments, here, Options(offload="none"))

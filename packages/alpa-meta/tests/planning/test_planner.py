@@ -47,10 +47,20 @@ def test_a_single_stage_is_proved_up_to_its_alternatives():
     assert plan.gap == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 7])
+@pytest.mark.parametrize("num", [1, 2, 3, 7, 25])
 def test_stages_that_meshes_cannot_share_evenly_are_refused_by_the_interleaved_schedule(num):
-    with pytest.raises(PlanError, match=f"4, 6, 8, 9 or another such product, got {num}"):
+    with pytest.raises(PlanError, match=f"num_stages={num} .* one of 2, 3, 4, 6 stages"):
         _plan(num_stages=num, schedule="interleaved-1f1b")
+
+
+@pytest.mark.parametrize("settings", [{"num_stages": 99}, {"num_stages": 9, "schedule": "gpipe"}])
+def test_stages_that_the_devices_cannot_have_are_refused_before_the_step_is_traced(settings):
+    def untraced(weights, batch):
+        raise AssertionError("traced")
+
+    step = Step(untraced, (WEIGHTS, BATCH))
+    with pytest.raises(PlanError, match="not possible on the 8 devices of 'h100:8'"):
+        make_plan(step, cluster("h100:8"), Options(**settings))
 
 
 def test_four_stages_share_two_devices_under_any_schedule_that_lets_them():

@@ -49,7 +49,9 @@ def test_with_less_memory_the_next_threshold_up_is_among_them(planned: Made):
 
 def test_a_link_threshold_has_other_plans_on_its_sides(planned: Made):
     (wire,) = {group.inter_host.bandwidth for group in HERE.host_groups}
-    for one in link_thresholds(replan(*planned), "inter-host"):
+    found = list(link_thresholds(replan(*planned), "inter-host"))
+    assert found
+    for one in found:
         assert wire / 9 < one.value < wire * 9 and one.what == "inter-host"
         below, above = (
             replan(*planned, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan

@@ -29,3 +29,11 @@ def test_a_machine_on_which_all_are_slow_has_no_straggler():
     for _ in range(10):
         watch.note(parts(1.0, 1.5))
     assert all(watch.note(parts(2.0, 3.0)) == [] for _ in range(5))
+
+
+def test_a_mesh_that_stays_slow_does_not_become_the_usual():
+    watch = Stragglers()
+    for _ in range(10):
+        watch.note(parts(1.0, 1.5))
+    found = [watch.note(parts(2.0, 1.5)) for _ in range(100)]
+    assert all(len(one) == 1 for one in found[2:])

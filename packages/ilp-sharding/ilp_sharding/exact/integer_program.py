@@ -228,7 +228,7 @@ class IntegerProgram:
         if tolerance == 0.0 and not self.exact_memory:
             allowed = allowed + 1e-12 * np.abs(self.usage).sum(1)
         added = False
-        for t in violated_peaks(excess - allowed, 0.0, 20):
+        for t in violated_peaks(excess - allowed, 20):
             row = self.usage[t]
             if t not in self.present:
                 self.present.add(t)

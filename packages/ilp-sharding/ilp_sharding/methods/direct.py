@@ -201,7 +201,7 @@ def raise_bound(
                 )
         if search.closed or search.late:
             break
-        rows += [t for t in violated_peaks(excess, 0.0, 4) if t not in rows]
+        rows += [t for t in violated_peaks(excess, 4) if t not in rows]
         if not step:
             step_limit = _first_price(planes[0], search, rows, unit)
         target, prices = _master(planes, rows, unit, step_limit, search)

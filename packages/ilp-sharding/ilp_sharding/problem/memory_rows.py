@@ -126,9 +126,9 @@ class MemoryProfile:
         self.strategy, self.time, self.change = strategy[order], time[order], change[order]
 
 
-def violated_peaks(excess: np.ndarray, tolerance: float, most: int) -> list[int]:
+def violated_peaks(excess: np.ndarray, most: int) -> list[int]:
     """Return up to `most` times, worst first, one per run of consecutive times with excess."""
-    over = np.flatnonzero(excess > tolerance)
+    over = np.flatnonzero(excess > 0.0)
     if not len(over):
         return []
     runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)

@@ -36,4 +36,4 @@ def test_usage_of_open_choices_is_what_the_checker_measures(random_problem):
 
 def test_violated_peaks_are_one_per_run_worst_first():
     excess = np.array([0.0, 1.0, 3.0, 2.0, 0.0, 5.0, -1.0])
-    assert violated_peaks(excess, 0.0, 10) == [5, 2]
+    assert violated_peaks(excess, 10) == [5, 2]

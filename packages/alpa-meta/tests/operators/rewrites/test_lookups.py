@@ -134,7 +134,9 @@ def test_the_rows_of_a_loss_and_of_its_gradient_may_be_sharded_freely(name):
         same_to_the_bit(function, *args),
         same_to_the_bit(jax.grad(lambda x, *y: (function(x, *y) ** 2).sum()), *args),
     ):
-        for eqn in lookups(closed):
+        found = lookups(closed)
+        assert found
+        for eqn in found:
             rule = sharding_rule(eqn)
             assert batching(eqn) and rule is not None
             for dim, place in batching(eqn).items():
