@@ -159,7 +159,12 @@ class Builder:
                     self.timeline.store_copy(source)
         elif var in self.stage.received:
             self.timeline.store(source)
-            by = "returned" if var in self.stage.returned else "received"
+            if var in self.stage.returned:
+                by = "returned"
+            elif var in self.stage.read_once:
+                by = "read once"
+            else:
+                by = "received late" if var in self.stage.read_late else "received"
             self._of_others.append((source, by, self._times))
             if var in self.stage.delayed:
                 self._of_others.append((source, "delayed", self._times))
@@ -266,7 +271,8 @@ class Builder:
             self._pin(source, stage.pins[var])
         if var in stage.kept:
             self.timeline.hold([source])
-            self._of_others.append((source, "kept", self._times))
+            by = "kept late" if var in stage.read_late else "kept"
+            self._of_others.append((source, by, self._times))
         if var in stage.delayed:
             self.timeline.hold([source])
             self._of_others.append((source, "delayed", self._times))
