@@ -84,8 +84,8 @@ def _sizes(tasks: Mapping[str, CompiledTask]) -> dict[str, float]:
         _, layouts = task.shardings()
         results = zip(spec.outputs, task.task.outvars, task.plan.outputs)
         for (name, var, made), layout in zip(results, layouts, strict=False):
-            shape = global_shape(shape_of(var), made, task.mesh)  # of an unreduced sum, its parts
-            found.setdefault(name, _bytes(shape, dtype_of(var), layout))
+            whole = global_shape(shape_of(var), made, task.mesh)  # of an unreduced sum, its parts
+            found.setdefault(name, _bytes(whole, dtype_of(var), layout))
     return found
 
 

@@ -87,6 +87,12 @@ def kept_for_weights(
     return frozenset(made & read)
 
 
+def read_for_weights(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> frozenset[Var]:
+    """Return the values that the part by weight (the `delayed`) reads, past barriers."""
+    past = past_barriers(eqns, delayed)
+    return frozenset(a for k in delayed for a in past[k].invars if not isinstance(a, Literal))
+
+
 def past_barriers(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> tuple[JaxprEqn, ...]:
     """Return equations whose `delayed` ones read what barriers of others were given, not a copy.
 
