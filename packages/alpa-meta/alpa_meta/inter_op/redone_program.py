@@ -63,6 +63,7 @@ def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
         layers += [layer] * (1 + len(found))
     summed = with_sunk_sums(eqns, phases, layers)
     later = by_weight(eqns, summed, layers, facts.scope.boundary_out)
+    past = past_barriers(eqns, later)
     again: dict[int, JaxprEqn] = {}
     for one in clones.values():
         again |= one.clones
@@ -77,8 +78,8 @@ def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
         first,
         again,
         [pair for one in clones.values() for pair in one.renamed],
-        kept_for_weights(past_barriers(eqns, later), phases, later),
-        read_for_weights(eqns, later),
+        kept_for_weights(past, phases, later),
+        read_for_weights(past, later),
     )
 
 

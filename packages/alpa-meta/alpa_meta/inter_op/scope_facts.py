@@ -18,6 +18,7 @@ from alpa_meta.inter_op.recomputation import clones_of_layers
 from alpa_meta.inter_op.split_backward import (
     by_weight_at_most,
     kept_for_weights,
+    past_barriers,
     read_for_weights,
 )
 from alpa_meta.inter_op.stage_selection import StageScope
@@ -88,7 +89,7 @@ class ScopeFacts:
                 found["state"].add(var, home.get(var, 0))
         delayed = frozenset(np.flatnonzero(self.delayed).tolist())
         kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)
-        late = read_for_weights(scope.eqns.eqns, delayed)
+        late = read_for_weights(past_barriers(scope.eqns.eqns, delayed), delayed)
         for eqn, layer in zip(scope.eqns.eqns, self.layers.tolist(), strict=True):
             for var in eqn.outvars:
                 if is_drop(var):

@@ -114,7 +114,7 @@ def stage_scope(
     ahead, waiting = _received_early(staging, stage, received, early) if early else (0, 0)
     read_late = _read_at(eqns, later or ())
     delayed = kept_for_weights(eqns, phases, later or ()) | returned & read_late
-    backward = _read_at(eqns, [k for k, phase in enumerate(phases) if phase != "forward"])
+    backward = [k for k, phase in enumerate(phases) if phase != "forward"] if received else []
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
@@ -127,7 +127,7 @@ def stage_scope(
         in_flight=in_flight,
         delayed=delayed,
         read_late=read_late & (residuals | received),
-        read_once=received - backward,
+        read_once=received - _read_at(eqns, backward),
         num_delayed=num_delayed,
         offloaded=offloaded,
         received=received,
@@ -168,7 +168,7 @@ def _received_early(
 def _read_at(eqns: Sequence[JaxprEqn], positions: Iterable[int]) -> frozenset[Var]:
     """Return what the equations at some positions read."""
     atoms = [a for k in positions for a in eqns[k].invars]
-    return frozenset(a for a in atoms if not isinstance(a, Literal))
+    return frozenset([a for a in atoms if not isinstance(a, Literal)])
 
 
 def _has_examples(program: Program, var: Var) -> bool:

@@ -251,7 +251,8 @@ class Builder:
                 permutation=shape.permutation,
                 matrices=shape.on_host if self.timeline.on_host else shape.matrices,
             )
-        self._copies.hold_read(shape.reads)
+        if self._copies.of_shared_reads:
+            self._copies.hold_read(shape.reads)
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue

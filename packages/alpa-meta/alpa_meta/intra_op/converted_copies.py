@@ -30,7 +30,7 @@ class ConvertedCopies:
     stage: StageEqns
     timeline: Timeline
     made: list[Copy] = field(factory=list)
-    _of: dict[Var, int] = field(factory=dict)  # what is read for several: its place in `made`
+    of_shared_reads: dict[Var, int] = field(factory=dict)  # places in `made`
     _shared: dict[tuple[Source, int], int] = field(factory=dict)
 
     def add(
@@ -62,16 +62,15 @@ class ConvertedCopies:
 
     def note_shared_read(self, result: Var, since: int) -> None:
         """Note that the first of the copies made `since` then is what reads of `result` read."""
-        self._of.pop(result, None)  # a body may be walked over more than once
+        self.of_shared_reads.pop(result, None)  # a body may be walked over more than once
         if len(self.made) > since:
-            self._of[result] = since
+            self.of_shared_reads[result] = since
 
     def hold_read(self, reads: tuple[Var, ...]) -> None:
         """Note that these values are read, some of which may be copies for several readers."""
-        if self._of:
-            for var in reads:
-                if var in self._of:
-                    self.hold(self._of[var])
+        for var in reads:
+            if var in self.of_shared_reads:
+                self.hold(self.of_shared_reads[var])
 
     def end_loop(self, began: int) -> None:
         """Note that what was converted for a loop lived until its end."""
