@@ -1,4 +1,4 @@
-"""Peak memory planned and compiled of every corpus model at size small, on one host device.
+"""Peak memory planned and compiled of every corpus model at size small, on host devices.
 
     .venv/bin/python benchmarks/memory_corpus.py [--model gpt] [--size small] [--cluster host:1]
 
@@ -19,7 +19,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # least of it, as on GPUs: on hosts XLA's default order keeps more alive to run more at once
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 "
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_force_host_platform_device_count=8"
 ).strip()
 
 import jax

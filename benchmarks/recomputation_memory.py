@@ -101,9 +101,8 @@ def held(model: CorpusModel, num_stages: int, schedule: str) -> Iterator[str]:
         cache=False,
     )
     step.lower(model.state, model.batch)
-    found, peaks = held_memory(step.executable), step.plan.stage_plan.peak_bytes
-    for mesh, one in enumerate(found):
-        planned = sum(peaks[mesh :: len(found)])  # of all stages of a mesh that has several
+    found, needed = held_memory(step.executable), step.plan.stage_plan.device_bytes
+    for one, planned in zip(found, needed, strict=False):  # that of all stages of a mesh
         yield (
             f"{planned / 1e6:.0f}, {one.buffer_bytes / 1e6:.0f}, {one.peak_bytes / 1e6:.0f}, "
             f"{planned / one.peak_bytes - 1:+.0%} ({one.task})"

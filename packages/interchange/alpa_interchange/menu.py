@@ -67,7 +67,11 @@ class LayerRow:
     step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
     state_bytes: float = field(default=0.0, validator=non_negative)
     activation_bytes: Affine = NOTHING  # per microbatch in flight
-    delayed_bytes: Affine = NOTHING  # besides, per microbatch whose backward by weight waits
+    # Besides, what a backward by input keeps for the one by weight.
+    delayed_bytes: Affine = NOTHING
+    # All that one more microbatch keeps whose backward by weight waits: of its activations what
+    # only the backward by input reads is gone. None: all activations are kept.
+    waiting_bytes: Affine | None = None
     transient_bytes: Affine = NOTHING  # largest temporary; the largest of a stage counts
     batch_split: int = field(default=1, validator=positive)  # divides a microbatch's samples
     layout_in: int = field(default=0, validator=non_negative)
@@ -79,6 +83,10 @@ class LayerRow:
     backward_input_sent: tuple[AxisPart, ...] = ()
     backward_weight_sent: tuple[AxisPart, ...] = ()
     step_sent: tuple[AxisPart, ...] = ()
+
+    def waiting(self, samples: float) -> float:
+        """Return the bytes that one more microbatch keeps whose backward by weight waits."""
+        return _waiting(self, samples)
 
 
 @frozen(kw_only=True)
@@ -107,6 +115,17 @@ class KeptFloor:
     transient_bytes: Affine = NOTHING
     split_seconds: Affine = NOTHING
     delayed_bytes: Affine = NOTHING
+    waiting_bytes: Affine | None = None
+
+    def waiting(self, samples: float) -> float:
+        """Return the bytes that one more microbatch keeps whose backward by weight waits."""
+        return _waiting(self, samples)
+
+
+def _waiting(one: LayerRow | KeptFloor, samples: float) -> float:
+    if one.waiting_bytes is not None:
+        return one.waiting_bytes.value(samples)
+    return one.activation_bytes.value(samples) + one.delayed_bytes.value(samples)
 
 
 @frozen(kw_only=True)

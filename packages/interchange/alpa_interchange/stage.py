@@ -44,6 +44,8 @@ class StageCandidate:
     activation_bytes: float = field(default=0.0, validator=non_negative)  # per microbatch in flight
     # Cotangents that a delayed backward by weight keeps besides, per microbatch that waits for it.
     delayed_bytes: float = field(default=0.0, validator=non_negative)
+    # All that such a microbatch keeps; None: its activations and these cotangents.
+    waiting_bytes: float | None = None
     transient_bytes: float = field(default=0.0, validator=non_negative)  # largest temporary
     # Seconds to send one microbatch's activations to the next stage; gradients take as long back.
     boundary_seconds: float = field(default=0.0, validator=non_negative)

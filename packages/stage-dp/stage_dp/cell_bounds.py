@@ -59,8 +59,9 @@ class RowArrays:
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
     absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
     forward with backward by input, and backward. `split` and `delayed`: seconds that a split
-    backward takes more, and the bytes, per microbatch whose backward by weight waits. `raised`: the
-    seconds per step that a layer after one of its class takes more, and a run of such layers less.
+    backward takes more, and the bytes that its part by weight reads more; `waiting`: those of one
+    more microbatch that waits for it. `raised`: the seconds per step that a layer after one of its
+    class takes more, and a run of such layers less.
     """
 
     seconds: Array
@@ -70,6 +71,7 @@ class RowArrays:
     transient: Array
     split: Array
     delayed: Array
+    waiting: Array
     parts: Array
     memory: Array  # [meshes]
     change: dict[tuple[int, int], Array]
@@ -99,7 +101,7 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
     seconds = figures[FORWARD] + figures[BACKWARD]
     weight = np.where(np.isfinite(seconds), figures[WEIGHT], 0.0)
     parts = (figures[FORWARD], seconds - weight, figures[BACKWARD])
-    split, delayed = _least_split(table, meshes, classes, shape)
+    split, delayed, waiting = _least_split(table, meshes, classes, shape)
     return RowArrays(
         seconds,
         figures[STEP],
@@ -108,6 +110,7 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
         figures[TRANSIENT],
         split,
         delayed,
+        waiting,
         np.stack([part.min(axis=2) for part in parts], axis=2),
         np.array([table.memory[m] for m in meshes]),
         change,
@@ -119,17 +122,24 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
 def _least_split(
     table: MenuTable, meshes: Sequence[int], classes: Sequence[int], shape: tuple[int, ...]
 ) -> Array:
-    """Return [2, *shape] the least seconds and bytes more of a split backward, of rows that others
-    beat in all else, too."""
-    menus = [table.problem.menu.meshes[m] for m in meshes]
-    least = [
-        min((getattr(row, name).value(table.samples) for row in menu.rows[c]), default=np.inf)
-        for name in ("split_seconds", "delayed_bytes")
+    """Return [3, *shape] the least seconds and bytes more of a split backward, and the least bytes
+    of a microbatch that waits, of rows that others beat in all else, too."""
+    menus, samples = [table.problem.menu.meshes[m] for m in meshes], table.samples
+    figures = [
+        [
+            (
+                row.split_seconds.value(samples),
+                row.delayed_bytes.value(samples),
+                row.waiting(samples),
+            )
+            for row in menu.rows[c]
+        ]
+        or [(np.inf,) * 3]
         for menu in menus
         for c in classes
     ]
-    of_class = np.array(least).reshape(2, len(meshes), len(classes), 1)
-    return np.broadcast_to(of_class, (2, *shape))
+    least = np.array([np.min(rows, axis=0) for rows in figures]).T
+    return np.broadcast_to(least.reshape(3, len(meshes), len(classes), 1), (3, *shape))
 
 
 def floor_arrays(
@@ -159,12 +169,13 @@ def floor_arrays(
                 padded[:, j, i, : len(found)] = found.T
             continue
         own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
-        for figure, column in zip(padded, (*own, rows.split, rows.delayed), strict=True):
+        more = (rows.split, rows.delayed, rows.waiting)
+        for figure, column in zip(padded, (*own, *more), strict=True):
             figure[j, :, : shape[2]] = column[j]
         for key, matrix in rows.change.items():
             change[key][j, : shape[2], : shape[2]] = matrix[j]
     change = {key: matrix for key, matrix in change.items() if matrix.any()}
-    seconds, step, state, activation, transient, split, delayed = padded
+    seconds, step, state, activation, transient, split, delayed, waiting = padded
     return RowArrays(
         seconds,
         step,
@@ -173,6 +184,7 @@ def floor_arrays(
         transient,
         split,
         delayed,
+        waiting,
         parts,
         rows.memory,
         change,
@@ -221,7 +233,7 @@ def most_delayed(rows: RowArrays, sequences: Sequences, in_flight: Index) -> Arr
 
     state, activation = least(rows.state.min(axis=2)), least(rows.activation.min(axis=2))
     delayed = least(rows.delayed.min(axis=2))
-    each = np.maximum(activation + delayed, 1e-9)
+    each = np.maximum(least(rows.waiting.min(axis=2)), 1e-9)
     with np.errstate(invalid="ignore"):
         room = rows.memory[None, :, None] - state - in_flight * activation - delayed
         found = np.floor(room / each * (1 + 1e-12))

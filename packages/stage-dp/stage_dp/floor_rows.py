@@ -19,9 +19,9 @@ import numpy as np
 from alpa_interchange.menu import KeptFloor, LayerFloor
 from stage_dp.menu_table import Array
 
-FLOOR_COLUMNS = 7
-"""Forward plus backward, step seconds, state, activations, transients; and what a split backward
-takes and keeps more."""
+FLOOR_COLUMNS = 8
+"""Forward plus backward, step seconds, state, activations, transients; what a split backward takes
+and keeps more, and what one more microbatch keeps that waits for its part by weight."""
 NOTHING_KEPT = (KeptFloor(),)
 FLAT = 1e-9  # determinant of floors that are as good as parallel
 NEAR = 1e-9  # of a floor, by which rounding may miss it
@@ -39,8 +39,9 @@ def _corner_rows(floor: LayerFloor, samples: int, count: int) -> list[tuple[floa
         for kept in floor.kept or NOTHING_KEPT:
             again, held = kept.seconds.value(samples), kept.activation_bytes.value(samples)
             working = kept.transient_bytes.value(samples)
-            split, waiting = kept.split_seconds.value(samples), kept.delayed_bytes.value(samples)
-            rows.append((runs / count + again, update, state, held, working, split, waiting))
+            split = kept.split_seconds.value(samples), kept.delayed_bytes.value(samples)
+            own = (*split, kept.waiting(samples))
+            rows.append((runs / count + again, update, state, held, working, *own))
     return rows
 
 

@@ -21,6 +21,7 @@ from stage_dp.menu_table import (
     STATE,
     STEP,
     TRANSIENT,
+    WAITING,
     WEIGHT,
     Array,
     MenuTable,
@@ -55,10 +56,10 @@ class StageChoice:
 
     def need(self, in_flight: int, num_delayed: int = 0) -> float:
         """Return bytes per device with `in_flight` microbatches alive, where what the backward by
-        weight reads is there for `num_delayed`."""
-        c = self.columns
-        fixed = c[STATE] + c[TRANSIENT]
-        return float(fixed + in_flight * c[ACTIVATION] + num_delayed * c[DELAYED])
+        weight reads is there for `num_delayed`: all but one of them wait for it."""
+        c, waiting = self.columns, max(num_delayed - 1, 0)
+        fixed = c[STATE] + c[TRANSIENT] + (num_delayed - waiting) * c[DELAYED]
+        return float(fixed + (in_flight - waiting) * c[ACTIVATION] + waiting * c[WAITING])
 
 
 @frozen(eq=False)
@@ -300,7 +301,9 @@ def _in_flight(
 
     if not rule.flexible:
         held = warmups(rule, count, (), num)
-        if rule.most_in_flight is not None and fits(held):
+        if not fits(held):
+            return []
+        if rule.most_in_flight is not None:
             held = tuple(
                 next(
                     k for k in range(most, least - 1, -1) if s.need(k, delayed + k - least) <= room
@@ -313,7 +316,7 @@ def _in_flight(
                     strict=True,
                 )
             )
-        return [held] if fits(held) else []
+        return [held]
     useful = useful_extras(crossing, [stage.seconds for stage in stages])
     useful = tuple(min(extra, count) for extra in useful)
     if math.prod(extra + 1 for extra in useful) <= most:

@@ -15,8 +15,10 @@ EVEN = 1e-14  # of a sum: growths of it, layer by layer, that differ by less are
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-COLUMNS = 9  # of rows
-FORWARD, BACKWARD, WEIGHT, SPLIT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)
+COLUMNS = 10  # of rows
+FORWARD, BACKWARD, WEIGHT, SPLIT, STEP, STATE, ACTIVATION, DELAYED, WAITING, TRANSIENT = range(
+    COLUMNS
+)
 ADDED = [n for n in range(COLUMNS) if n != TRANSIENT]  # columns that add up over layers
 
 AskedFloors = dict[tuple[int, int], dict[int, LayerFloor]]
@@ -32,7 +34,8 @@ class ClassRows:
 
     `columns` [rows, COLUMNS]: seconds of one microbatch forward, backward (whole), of it by weight,
     more backward where it is split, step seconds, bytes of state, of activations, of delayed
-    cotangents, of temporaries. `number`: positions in the menu.
+    cotangents, of a microbatch more that waits for its backward by weight, of temporaries.
+    `number`: positions in the menu.
     """
 
     columns: Array
@@ -230,6 +233,7 @@ def _columns(row: LayerRow, samples: int) -> list[float]:
         row.state_bytes,
         row.activation_bytes.value(samples),
         row.delayed_bytes.value(samples),
+        row.waiting(samples),
         row.transient_bytes.value(samples),
     ]
 

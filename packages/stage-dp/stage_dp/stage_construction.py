@@ -106,6 +106,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
             check_bound(bound, best.step_seconds, "the chosen pipeline")
         lower = min(lower, bound)
     num_meshes = best.num_meshes or len(best.candidates)
+    delayed = SCHEDULE_RULES[best.schedule].least_delayed
     submeshes = [candidate.submesh for candidate in best.candidates[:num_meshes]]
     places = place(problem.device_groups, submeshes)
     stages = tuple(
@@ -119,7 +120,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         step_seconds=best.step_seconds,
         lower_bound=min(lower, best.step_seconds),
         peak_bytes=tuple(
-            peak_bytes(c, k, k - least)
+            peak_bytes(c, k, delayed + k - least)
             for c, k, least in zip(
                 best.candidates, best.in_flight, _least_in_flight(best), strict=True
             )
@@ -242,10 +243,14 @@ def in_flight_counts(candidates: Sequence[StageCandidate], schedule: str) -> tup
 def peak_bytes(candidate: StageCandidate, in_flight: int, num_delayed: int = 0) -> float:
     """Return the bytes per device that a stage needs with `in_flight` microbatches alive.
 
-    `num_delayed` of them wait for their backward by weight.
+    Of `num_delayed` there is what the backward by weight reads: all but one of them wait for it.
     """
+    each, waiting = candidate.waiting_bytes, max(num_delayed - 1, 0)
+    if each is None:
+        each = candidate.activation_bytes + candidate.delayed_bytes
     fixed = candidate.state_bytes + candidate.transient_bytes
-    return fixed + in_flight * candidate.activation_bytes + num_delayed * candidate.delayed_bytes
+    own = (in_flight - waiting) * candidate.activation_bytes
+    return fixed + own + (num_delayed - waiting) * candidate.delayed_bytes + waiting * each
 
 
 def _check(problem: StageProblem) -> None:
@@ -278,7 +283,7 @@ def _plans(table: StageTable) -> list[_Found]:
     """
     found = _search(table)
     if SCHEDULE_RULES[table.schedule].splits_backward:
-        alike = StageTable(table.problem, table.candidates, "1f1b", table.pool)
+        alike = StageTable(table.problem, table.candidates, "1f1b", table.pool, True)
         found += [evolve(one, schedule=table.schedule) for one in _search(alike)]
     return found
 
@@ -385,8 +390,8 @@ def _score(
 
 def _most_in_flight(found: _Found, problem: StageProblem) -> tuple[int, ...]:
     """Return as many microbatches in flight on each stage as its schedule uses and memory holds."""
-    least = in_flight_counts(found.candidates, found.schedule)
-    most = SCHEDULE_RULES[found.schedule].most_in_flight
+    least, rule = in_flight_counts(found.candidates, found.schedule), SCHEDULE_RULES[found.schedule]
+    most = rule.most_in_flight
     if most is None:
         return least
 
@@ -395,7 +400,14 @@ def _most_in_flight(found: _Found, problem: StageProblem) -> tuple[int, ...]:
         return peak_bytes(candidate, count, delayed) <= memory * (1 + 1e-12)
 
     return tuple(
-        next((k for k in range(upper, lower, -1) if fits(candidate, k, k - lower)), lower)
+        next(
+            (
+                k
+                for k in range(upper, lower, -1)
+                if fits(candidate, k, rule.least_delayed + k - lower)
+            ),
+            lower,
+        )
         for candidate, lower, upper in zip(
             found.candidates, least, most(len(least), found.num_microbatches), strict=True
         )

@@ -73,7 +73,10 @@ class StageTable:
         candidates: Sequence[StageCandidate],
         schedule: str,
         pool: DevicePool,
+        kept_for_weights: bool | None = None,
     ) -> None:
+        """`kept_for_weights`: stages keep what a split backward reads in its part by weight; None:
+        where the schedule splits it."""
         self.problem = problem
         self.candidates = tuple(candidates)
         self.schedule = schedule
@@ -104,6 +107,10 @@ class StageTable:
         memory = [problem.device_groups[c.submesh.host_group].memory for c in candidates]
         self.memory = np.array(memory)
         self.state = np.array([c.state_bytes + c.transient_bytes for c in candidates])
+        if kept_for_weights is None:
+            kept_for_weights = SCHEDULE_RULES[schedule].splits_backward
+        if kept_for_weights:
+            self.state += np.array([c.delayed_bytes for c in candidates])
         self.activation = np.array([c.activation_bytes for c in candidates])
         self.kind = np.array([pool.kinds.index(c.submesh) for c in candidates], dtype=np.int64)
         self.stop = np.array([c.layer_stop for c in candidates], dtype=np.int64)

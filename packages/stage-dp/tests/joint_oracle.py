@@ -45,7 +45,7 @@ def link_between(problem, before, after):
 
 def stage_options(problem, start, stop, mesh, samples):
     """Yield (f, b, u, state, activation, transient, layout in, layout out, b by weight, bytes
-    delayed, more b where it is split) of all row choices."""
+    delayed, more b where it is split, bytes waiting) of all row choices."""
     menu = problem.menu.meshes[mesh]
     rows = [menu.rows[c] for c in problem.menu.class_of_layer[start:stop]]
     for choice in itertools.product(*rows):
@@ -67,11 +67,20 @@ def stage_options(problem, start, stop, mesh, samples):
             sum(r.backward_weight.value(samples) for r in choice),
             sum(r.delayed_bytes.value(samples) for r in choice),
             sum(r.split_seconds.value(samples) for r in choice),
+            sum(waiting_bytes(r, samples) for r in choice),
         )
 
 
+def waiting_bytes(row, samples):
+    if row.waiting_bytes is None:
+        return row.activation_bytes.value(samples) + row.delayed_bytes.value(samples)
+    return row.waiting_bytes.value(samples)
+
+
 def need(stage, held, delayed=0):
-    return stage[3] + held * stage[4] + stage[5] + delayed * stage[9]
+    waiting = max(delayed - 1, 0)
+    kept = (held - waiting) * stage[4] + waiting * stage[11]
+    return stage[3] + kept + stage[5] + min(delayed, 1) * stage[9]
 
 
 def held_by(schedule, stages, count, extras, memory):

@@ -29,6 +29,7 @@ def random_row(rng, scale, tight, layouts):
         state_bytes=rng.uniform(0, 4) * tight,
         activation_bytes=Affine(0.0, rng.uniform(0, 1) * tight),
         delayed_bytes=Affine(0.0, rng.uniform(0, 1) * tight),
+        waiting_bytes=Affine(0.0, rng.uniform(0, 1) * tight) if rng.random() < 0.5 else None,
         transient_bytes=Affine(float(rng.choice([0.0, 1.0])) * tight),
         batch_split=int(rng.choice([1, 1, 1, 2])),
         layout_in=int(rng.integers(layouts)),

@@ -24,6 +24,7 @@ def rows_of(
         np.array(transient, dtype=float)[None],
         nothing if split is None else np.array(split)[None],
         nothing if delayed is None else np.array(delayed)[None],
+        np.array(activation, dtype=float)[None],
         np.zeros((1, seconds.shape[1], 3)),
         np.array([memory]),
         {},

@@ -8,7 +8,7 @@ from alpa_interchange.menu import Affine, KeptFloor, LayerFloor, PricedFloor
 from stage_dp.floor_rows import floor_rows
 
 SAMPLES, COUNT = 4, 8
-NOTHING_KEPT = [(0.0,) * 5]
+NOTHING_KEPT = [(0.0,) * 6]
 
 
 def floor_of(ways, prices, kinds, shares=None):
@@ -34,9 +34,10 @@ def floor_of(ways, prices, kinds, shares=None):
                 activation_bytes=Affine(0.0, bytes),
                 transient_bytes=Affine(working),
                 split_seconds=Affine(split),
-                delayed_bytes=Affine(waiting),
+                delayed_bytes=Affine(delayed),
+                waiting_bytes=Affine(waiting),
             )
-            for more, bytes, working, split, waiting in kinds
+            for more, bytes, working, split, delayed, waiting in kinds
         ),
     )
 
@@ -48,7 +49,7 @@ def test_no_way_has_a_lower_weighted_sum_than_the_rows_of_its_floor(seed):
     ways = rng.uniform(0, [1, 5, 9], size=(rng.integers(1, 6), 3)).round(int(rng.integers(0, 3)))
     prices = rng.uniform(0, 4, size=rng.integers(0, 5))
     shares = rng.choice([0.0, 0.1, 1.0, 2.0], size=len(prices)).tolist()
-    kinds = np.array([[0.0, 1.0, 0.5, 0.1, 0.2], [0.3, 0.2, 0.7, 0.4, 0.6]])
+    kinds = np.array([[0.0, 1.0, 0.5, 0.1, 0.2, 0.9], [0.3, 0.2, 0.7, 0.4, 0.6, 0.5]])
     rows = floor_rows((floor_of(ways, prices, kinds, shares),), SAMPLES, COUNT)
     every = np.array(
         [
@@ -57,7 +58,7 @@ def test_no_way_has_a_lower_weighted_sum_than_the_rows_of_its_floor(seed):
             for more, bytes, *rest in kinds
         ]
     )
-    for weights in rng.uniform(0, 3, size=(20, 7)) * rng.integers(0, 2, size=(20, 7)):
+    for weights in rng.uniform(0, 3, size=(20, 8)) * rng.integers(0, 2, size=(20, 8)):
         assert (rows @ weights).min() <= (every @ weights).min() * (1 + 1e-9) + 1e-9
 
 

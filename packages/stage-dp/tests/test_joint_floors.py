@@ -282,6 +282,7 @@ def floors_of_rows(rows, samples, problem):
                     activation_bytes=Affine(min(r.activation_bytes.value(samples) for r in rows)),
                     split_seconds=Affine(min(r.split_seconds.value(samples) for r in rows)),
                     delayed_bytes=Affine(min(r.delayed_bytes.value(samples) for r in rows)),
+                    waiting_bytes=Affine(min(r.waiting(samples) for r in rows)),
                 ),
             ),
         ),

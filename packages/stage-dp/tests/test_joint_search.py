@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from attrs import evolve
-from joint_oracle import brute_force, link_between
+from joint_oracle import brute_force, link_between, waiting_bytes
 from joint_problems import SCHEDULES, equal_layers, logical, random_problem
 
 from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
@@ -59,14 +59,16 @@ def recomputed(problem, plan):
         weight.append(sum(r.backward_weight.value(samples) for r in rows))
         tail.append(sum(r.step_seconds for r in rows))
         group = problem.device_groups[menu.submesh.host_group]
+        split = plan.schedule == "zero-bubble-h1"
+        waiting = plan.in_flight[number] - least[number] if split else 0
         need = (
             sum(r.state_bytes for r in rows)
-            + plan.in_flight[number] * sum(r.activation_bytes.value(samples) for r in rows)
+            + (plan.in_flight[number] - waiting)
+            * sum(r.activation_bytes.value(samples) for r in rows)
+            + waiting * sum(waiting_bytes(r, samples) for r in rows)
+            + split * sum(r.delayed_bytes.value(samples) for r in rows)
             + max(r.transient_bytes.value(samples) for r in rows)
         )
-        if plan.schedule == "zero-bubble-h1":
-            delayed = 1 + plan.in_flight[number] - least[number]
-            need += delayed * sum(r.delayed_bytes.value(samples) for r in rows)
         assert need == pytest.approx(plan.peak_bytes[number])
         assert need <= group.memory * (1 + 1e-9)
         if number + 1 < len(plan.stages):
@@ -213,3 +215,39 @@ def test_what_the_rows_of_a_stage_do_not_work_with_is_room_for_others(seed):
         <= memory
     )
     assert found.step_seconds == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize(("waiting", "in_flight"), [(None, (2, 1)), (0.5, (2, 2))])
+def test_microbatches_that_wait_for_their_backward_by_weight_keep_less(waiting, in_flight):
+    # The second stage keeps 3 of a microbatch, and 0.5 besides for the one that runs by weight.
+    # Where another one that waits keeps 0.5 in all, it has the room for that, else only for one.
+    second = Affine(0.0, 1.0)
+
+    def row(activation):
+        return LayerRow(
+            forward=second,
+            backward_input=second,
+            backward_weight=second,
+            activation_bytes=Affine(0.0, activation),
+            delayed_bytes=Affine(0.0, 0.5),
+            waiting_bytes=None if waiting is None else Affine(0.0, waiting),
+        )
+
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=logical(1),
+        rows=((row(2.0),), (row(3.0),)),
+    )
+    plan = solve_joint(
+        JointProblem(
+            menu=LayerMenu(class_of_layer=(0, 1), meshes=(mesh,)),
+            batch_size=4,
+            device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=4.5),),
+            counts=(4,),
+            schedules=("zero-bubble-h1",),
+            num_stages=2,
+        )
+    )
+    assert plan.in_flight == in_flight
+    assert plan.peak_bytes == (4.5, 3.5 if waiting is None else 4.0)
+    assert plan.lower_bound == pytest.approx(plan.step_seconds)

@@ -64,6 +64,8 @@ def random_problem(rng, *, tight=True, **changes):
                             boundary_seconds=rng.choice([0.0, rng.uniform(0, 0.3)]),
                             state_bytes=rng.uniform(1, 9) if tight else 0.0,
                             activation_bytes=rng.uniform(0, 3) if tight else 0.0,
+                            delayed_bytes=(len(candidates) % 3) / 2 if tight else 0.0,
+                            waiting_bytes=(None, 0.5)[len(candidates) % 2] if tight else 0.0,
                             transient_bytes=rng.uniform(0, 1),
                             backward_weight_seconds=seconds / m * (len(candidates) % 5) / 4,
                             lower_bound_seconds=seconds * 2 / m * rng.uniform(0.7, 1.0),
@@ -111,7 +113,7 @@ def all_plans(problem):
 
 def fits(problem, chain, schedule):
     return all(
-        peak_bytes(c, k) <= problem.device_groups[c.submesh.host_group].memory
+        peak_bytes(c, k, schedule == SPLIT) <= problem.device_groups[c.submesh.host_group].memory
         for c, k in zip(chain, in_flight_counts(chain, schedule), strict=True)
     )
 
@@ -122,7 +124,10 @@ def held(problem, chain, schedule):
     if schedule == SPLIT:
         for k, c in enumerate(chain):
             memory = problem.device_groups[c.submesh.host_group].memory
-            while counts[k] < counts[0] and peak_bytes(c, counts[k] + 1) <= memory:
+            least = counts[k]
+            while counts[k] < counts[0] and peak_bytes(c, counts[k] + 1, counts[k] + 2 - least) <= (
+                memory
+            ):
                 counts[k] += 1
     return counts
 

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from alpa_interchange import Instruction
 from alpa_meta.compat import dtype_of, shape_of
+from alpa_meta.spmd.program import global_shape
 from alpa_meta.types import DType
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ def _sizes(tasks: Mapping[str, CompiledTask]) -> dict[str, float]:
         for name, shape in zip(spec.inputs, task.arguments(), strict=False):
             found[name] = _bytes(shape.shape, shape.dtype, shape.sharding)
         _, layouts = task.shardings()
-        for name, var, layout in zip(spec.outputs, task.task.outvars, layouts, strict=False):
-            found.setdefault(name, _bytes(shape_of(var), dtype_of(var), layout))
+        results = zip(spec.outputs, task.task.outvars, task.plan.outputs)
+        for (name, var, made), layout in zip(results, layouts, strict=False):
+            whole = global_shape(shape_of(var), made, task.mesh)  # of an unreduced sum, its parts
+            found.setdefault(name, _bytes(whole, dtype_of(var), layout))
     return found
 
 

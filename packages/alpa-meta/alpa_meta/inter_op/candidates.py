@@ -269,6 +269,7 @@ def _candidate(
         state_bytes=0.0 if floor else held[0],
         activation_bytes=0.0 if floor else held[1],
         delayed_bytes=0.0 if floor else float(costs.delayed[part].sum()),
+        waiting_bytes=0.0 if floor else float(costs.waiting[part].sum()),
         transient_bytes=0.0 if floor else held[2],
         boundary_seconds=edge,
         lower_bound_seconds=float(min(bound, forward + backward)),
@@ -320,6 +321,7 @@ def exact_candidate(
         state_bytes=state + gradients,
         activation_bytes=activations / scope.eqns.in_flight,
         delayed_bytes=0.0,  # of those that are delayed, part of `activation_bytes`
+        waiting_bytes=None,
         transient_bytes=temporaries,
         lower_bound_seconds=0.0,
     )

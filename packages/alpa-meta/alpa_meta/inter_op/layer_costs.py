@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem
 from alpa_meta.inter_op.held_bytes import HeldBytes
-from alpa_meta.inter_op.redone_program import delayed_at
+from alpa_meta.inter_op.redone_program import delayed_at, waiting_at
 from alpa_meta.inter_op.redone_seconds import RedoneSeconds, SplitSeconds, least_seconds
 from alpa_meta.inter_op.scope_facts import HELD, Redone, facts_of_scope, redone_of
 from alpa_meta.inter_op.stage_selection import StageScope
@@ -49,6 +49,7 @@ class StageCosts:
     gradients: Floats
     activations: Floats  # of one microbatch
     delayed: Floats  # what one microbatch keeps besides for a delayed backward by weight
+    waiting: Floats  # all that it keeps while that waits
     transient: Floats  # most temporaries at a time
     floor: Floats  # [layers, 2] least seconds: microbatches, update
     peak: Peak  # of all layers together
@@ -57,12 +58,13 @@ class StageCosts:
 @frozen(eq=False)
 class Recomputed:
     """What layers of one kind of recomputation run once more, make again and keep, and what a
-    split backward keeps besides for its part by weight."""
+    split backward keeps besides for its part by weight, and in all while that waits."""
 
     redone: Redone
     made: HeldBytes
     kept: HeldBytes
     delayed: HeldBytes
+    waiting: HeldBytes
 
 
 class LayerCosts:
@@ -141,6 +143,7 @@ class LayerCosts:
             of_kind = self.recomputed(kind)
             held["activations"] = of_kind.kept.by_layer(choice, size, count)
             held["delayed"] = of_kind.delayed.by_layer(choice, size, count)
+            held["waiting"] = of_kind.waiting.by_layer(choice, size, count)
             working = working + self.alive(of_kind.redone, of_kind.made.under(choice, size))
         back = self._back
         activations = held["activations"][back]
@@ -160,6 +163,7 @@ class LayerCosts:
             held["gradients"][back],
             activations,
             held["delayed"][back],
+            held["waiting"][back],
             self._transient(working, held["activations"])[back],
             self.floors(),
             selection.memory.peak_of(usage),
@@ -416,12 +420,12 @@ class LayerCosts:
         """Return what layers run again and hold where they recompute as `kind` says."""
         if kind not in self._kinds:
             redone = redone_of(self.facts, kind)
-            delayed = delayed_at(self.facts, kind)
-            made, kept, waiting = (
+            later = delayed_at(self.facts, kind), waiting_at(self.facts, kind)
+            held = (
                 HeldBytes.of(self.selection, [facts.held_at(places) for facts in self._sizes])
-                for places in (redone.made_again, redone.kept, delayed)
+                for places in (redone.made_again, redone.kept, *later)
             )
-            self._kinds[kind] = Recomputed(redone, made, kept, waiting)
+            self._kinds[kind] = Recomputed(redone, *held)
         return self._kinds[kind]
 
     def _split_seconds(self, kind: str) -> SplitSeconds:

@@ -190,6 +190,7 @@ class FloorSource:
                     transient_bytes=self._temporaries(layer, kind, samples) if samples else NOTHING,
                     split_seconds=Affine(0.0, costs.least_split(layer, kind, last) / self.batch),
                     delayed_bytes=self._line(functools.partial(self._bytes.delayed, layer, kind)),
+                    waiting_bytes=self._line(functools.partial(self._bytes.waiting, layer, kind)),
                 )
                 for kind, more in zip(self.kinds, again, strict=True)
             ),

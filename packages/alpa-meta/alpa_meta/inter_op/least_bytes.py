@@ -49,6 +49,13 @@ class LeastBytes:
         held = costs.held["delayed"] if kind == "none" else costs.recomputed(kind).delayed
         return _least(held.by_node(layer, size))
 
+    def waiting(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the least bytes that a microbatch keeps of a layer while its backward by weight
+        waits."""
+        costs = self.costs
+        held = costs.held["waiting"] if kind == "none" else costs.recomputed(kind).waiting
+        return _least(held.by_node(layer, size))
+
     def transient(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least temporaries of a layer at the time of most, of its passes."""
         if (kind, size) not in self._transient:

@@ -250,6 +250,7 @@ class MeshRows:
                 activation_bytes=line.affine("activations"),
                 split_seconds=line.affine("split"),
                 delayed_bytes=line.affine("delayed"),
+                waiting_bytes=line.affine("waiting"),
                 transient_bytes=line.affine("transient"),
                 batch_split=split,
                 layout_in=at[before[forth]] if forth in before else self._nothing(),

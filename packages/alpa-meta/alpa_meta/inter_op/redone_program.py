@@ -12,8 +12,13 @@ from attrs import evolve, frozen
 
 from alpa_meta.compat import JaxprEqn, Literal, Var
 from alpa_meta.inter_op.recomputation import clones_of_layers
-from alpa_meta.inter_op.scope_facts import ScopeFacts
-from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights, past_barriers
+from alpa_meta.inter_op.scope_facts import ScopeFacts, redone_of
+from alpa_meta.inter_op.split_backward import (
+    by_weight,
+    kept_for_weights,
+    past_barriers,
+    read_for_weights,
+)
 from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.fused_traffic import Bytes, traffic_of
 from alpa_meta.intra_op.other_sizes import OtherSizes, others_of
@@ -27,7 +32,7 @@ class RedoneProgram:
 
     `first` and `again`: what an equation of the stage, by position, is here the first time and once
     more. `renamed`: values of the stage, and what those that run again and their readers read
-    instead. `delayed`: what a split backward keeps for its part by weight.
+    instead. `delayed`: what a split backward keeps for its part by weight, which reads `late`.
     """
 
     stage: StageEqns
@@ -35,6 +40,7 @@ class RedoneProgram:
     again: Mapping[int, JaxprEqn]
     renamed: Sequence[tuple[Var, Var]]
     delayed: frozenset[Var]
+    late: frozenset[Var]
 
 
 @cached_by_program(2)  # what is asked of one is asked in a row
@@ -57,6 +63,7 @@ def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
         layers += [layer] * (1 + len(found))
     summed = with_sunk_sums(eqns, phases, layers)
     later = by_weight(eqns, summed, layers, facts.scope.boundary_out)
+    past = past_barriers(eqns, later)
     again: dict[int, JaxprEqn] = {}
     for one in clones.values():
         again |= one.clones
@@ -71,7 +78,8 @@ def redone_program(facts: ScopeFacts, kind: str) -> RedoneProgram:
         first,
         again,
         [pair for one in clones.values() for pair in one.renamed],
-        kept_for_weights(past_barriers(eqns, later), phases, later),
+        kept_for_weights(past, phases, later),
+        read_for_weights(past, later),
     )
 
 
@@ -87,6 +95,14 @@ def delayed_at(facts: ScopeFacts, kind: str) -> tuple[tuple[int, int], ...]:
         for number, var in enumerate(eqn.outvars)
         if var in program.delayed
     )
+
+
+def waiting_at(facts: ScopeFacts, kind: str) -> tuple[tuple[int, int], ...]:
+    """Return all that is kept while a backward by weight waits, as `delayed_at` returns the first
+    part: that, and what it reads of the results of the forward pass that are kept."""
+    late, eqns = redone_program(facts, kind).late, facts.scope.eqns.eqns
+    kept = redone_of(facts, kind).kept
+    return (*delayed_at(facts, kind), *((k, n) for k, n in kept if eqns[k].outvars[n] in late))
 
 
 def _read_later(eqns: Sequence[JaxprEqn], phases: Sequence[str]) -> frozenset[Var]:

@@ -15,7 +15,12 @@ from attrs import define, field, frozen
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.recomputation import clones_of_layers
-from alpa_meta.inter_op.split_backward import by_weight_at_most, kept_for_weights
+from alpa_meta.inter_op.split_backward import (
+    by_weight_at_most,
+    kept_for_weights,
+    past_barriers,
+    read_for_weights,
+)
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.liveness import PHASES
@@ -23,7 +28,8 @@ from alpa_meta.program_caches import cached_by_program
 from alpa_meta.step.program import Program
 from alpa_meta.types import Flags, Ints
 
-HELD = ("state", "gradients", "activations", "delayed")  # what values are held as
+# What values are held as; those that wait are all that is held while a backward by weight does.
+HELD = ("state", "gradients", "activations", "delayed", "waiting")
 
 
 @define(eq=False)
@@ -83,6 +89,7 @@ class ScopeFacts:
                 found["state"].add(var, home.get(var, 0))
         delayed = frozenset(np.flatnonzero(self.delayed).tolist())
         kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)
+        late = read_for_weights(past_barriers(scope.eqns.eqns, delayed), delayed)
         for eqn, layer in zip(scope.eqns.eqns, self.layers.tolist(), strict=True):
             for var in eqn.outvars:
                 if is_drop(var):
@@ -91,6 +98,8 @@ class ScopeFacts:
                     found["delayed"].add(var, layer)
                 if var in scope.residuals:
                     found["activations"].add(var, layer)
+                if var in kept or var in scope.residuals and var in late:
+                    found["waiting"].add(var, layer)
                 if var in scope.eqns.accumulated:
                     widened = max(tensor_bytes(var), 4.0 * math.prod(shape_of(var)))
                     found["gradients"].add(var, layer, widened)

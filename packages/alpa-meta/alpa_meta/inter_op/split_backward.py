@@ -87,6 +87,12 @@ def kept_for_weights(
     return frozenset(made & read)
 
 
+def read_for_weights(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> frozenset[Var]:
+    """Return the values that the part by weight (the `delayed`) reads, of equations
+    `past_barriers`."""
+    return frozenset([a for k in delayed for a in eqns[k].invars if not isinstance(a, Literal)])
+
+
 def past_barriers(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> tuple[JaxprEqn, ...]:
     """Return equations whose `delayed` ones read what barriers of others were given, not a copy.
 
@@ -100,6 +106,8 @@ def past_barriers(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> tuple[J
         for old, new in zip(eqn.invars, eqn.outvars, strict=True)
         if not isinstance(old, Literal)
     }
+    if not given:
+        return tuple(eqns)
 
     def reading(eqn: JaxprEqn) -> JaxprEqn:
         atoms = [a if isinstance(a, Literal) else given.get(a, a) for a in eqn.invars]

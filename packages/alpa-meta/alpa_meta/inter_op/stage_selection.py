@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import Literal, Var, is_drop, shape_of
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.split_backward import kept_for_weights
@@ -112,9 +112,9 @@ def stage_scope(
         later = frozenset(at for at, k in enumerate(members) if k in staging.by_weight)
     returned = received - staging.made_forward
     ahead, waiting = _received_early(staging, stage, received, early) if early else (0, 0)
-    kept_late = kept_for_weights(eqns, phases, later or ())
-    read_late = {a for k in later or () for a in eqns[k].invars if not isinstance(a, Literal)}
-    kept_late |= returned & read_late
+    read_late = _read_at(eqns, later or ())
+    delayed = kept_for_weights(eqns, phases, later or ()) | returned & read_late
+    backward = [k for k, phase in enumerate(phases) if phase != "forward"] if received else []
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
@@ -125,7 +125,9 @@ def stage_scope(
         accumulated=local_only,
         num_microbatches=program.num_microbatches,
         in_flight=in_flight,
-        delayed=kept_late,
+        delayed=delayed,
+        read_late=read_late & (residuals | received),
+        read_once=received - _read_at(eqns, backward),
         num_delayed=num_delayed,
         offloaded=offloaded,
         received=received,
@@ -161,6 +163,12 @@ def _received_early(
         elif maker > stage:
             waiting.append((more - (maker - stage)) // BACK)
     return max(ahead), max(waiting)
+
+
+def _read_at(eqns: Sequence[JaxprEqn], positions: Iterable[int]) -> frozenset[Var]:
+    """Return what the equations at some positions read."""
+    atoms = [a for k in positions for a in eqns[k].invars]
+    return frozenset([a for a in atoms if not isinstance(a, Literal)])
 
 
 def _has_examples(program: Program, var: Var) -> bool:

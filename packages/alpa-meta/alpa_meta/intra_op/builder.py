@@ -21,10 +21,10 @@ from alpa_meta.intra_op.bucketed_traffic import (
     own_sums,
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
+from alpa_meta.intra_op.converted_copies import ConvertedCopies
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
 from alpa_meta.intra_op.liveness import KINDS, Timeline
-from alpa_meta.intra_op.memory_profile import Copy
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
 from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
 from alpa_meta.intra_op.other_sizes import others_of
@@ -71,9 +71,8 @@ class Builder:
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
         # What other microbatches keep too, those in flight or those delayed; and the count.
         self._of_others: list[tuple[Source, str, int]] = []
-        self._copies: list[Copy] = []
-        self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(bool(stage.kept), costs.platform == "cpu", stage.is_whole_step)
+        self._copies = ConvertedCopies(costs.layouts, stage, self.timeline)
         self.times: list[int] = []  # at which each equation begins
         self.copied = self._copied()
         self.late = self.places.late
@@ -130,7 +129,7 @@ class Builder:
             self._constants,
             self._of_others,
             self.timeline.spans(),
-            self._copies,
+            self._copies.made,
             self.costs.mesh,
             num_strategies,
             self.timeline.now + 1,
@@ -160,7 +159,12 @@ class Builder:
                     self.timeline.store_copy(source)
         elif var in self.stage.received:
             self.timeline.store(source)
-            by = "returned" if var in self.stage.returned else "received"
+            if var in self.stage.returned:
+                by = "returned"
+            elif var in self.stage.read_once:
+                by = "read once"
+            else:
+                by = "received late" if var in self.stage.read_late else "received"
             self._of_others.append((source, by, self._times))
             if var in self.stage.delayed:
                 self._of_others.append((source, "delayed", self._times))
@@ -211,22 +215,7 @@ class Builder:
     def end_loop(self, began: int, read: Sequence[Source]) -> None:
         """Note that what a loop reads, and what was converted for it, lived until its end."""
         self.timeline.hold_for_loop(read, began)
-        for number in range(len(self._copies) - 1, -1, -1):
-            if self._copies[number].start < began:
-                break
-            if self._copies[number].start == began:
-                self._hold_copy(number)
-
-    def _copy(self, source: Source, node: int, bytes: Floats) -> None:
-        """Note a converted copy of a value for the equation walked over."""
-        assert source.node is not None
-        now = self.timeline.now
-        ratios = tuple([size / max(source.bytes, 1.0) for size in source.other_bytes])
-        self._copies.append(Copy(now, now + 1, source.node, node, bytes, ratios))
-
-    def _hold_copy(self, number: int) -> None:
-        """Note that a converted copy lives until now."""
-        self._copies[number] = evolve(self._copies[number], stop=self.timeline.now + 1)
+        self._copies.end_loop(began)
 
     def equation(
         self,
@@ -262,10 +251,8 @@ class Builder:
                 permutation=shape.permutation,
                 matrices=shape.on_host if self.timeline.on_host else shape.matrices,
             )
-        if self._copy_of:
-            for var in shape.reads:
-                if var in self._copy_of:
-                    self._hold_copy(self._copy_of[var])
+        if self._copies.of_shared_reads:
+            self._copies.hold_read(shape.reads)
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue
@@ -285,7 +272,8 @@ class Builder:
             self._pin(source, stage.pins[var])
         if var in stage.kept:
             self.timeline.hold([source])
-            self._of_others.append((source, "kept", self._times))
+            by = "kept late" if var in stage.read_late else "kept"
+            self._of_others.append((source, by, self._times))
         if var in stage.delayed:
             self.timeline.hold([source])
             self._of_others.append((source, "delayed", self._times))
@@ -318,14 +306,12 @@ class Builder:
         self._add_cost(node, found.seconds)
         if found.sends:
             self.sent.operator(self._position, node, strategies, found.sends, found.seconds)
-        num_copies, wanted = len(self._copies), found.columns.operands
+        num_copies, wanted = len(self._copies.made), found.columns.operands
         for number, var in zip(one.facts.read_at, one.facts.reads, strict=True):
             if var in scope:
                 self.convert(scope[var], node, wanted[number], one.weight, var in self.late)
         if one.shared_read:
-            self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
-            if len(self._copies) > num_copies:
-                self._copy_of[eqn.outvars[0]] = num_copies
+            self._copies.note_shared_read(eqn.outvars[0], num_copies)
         outputs = tuple(
             [
                 Source(node, specs, *own)
@@ -385,7 +371,7 @@ class Builder:
         parts = [mesh.size(tuple(a for dim in s.dims for a in dim)) for s in completed.specs]
         sends = [[before != after for after in completed.specs] for before in natural.specs]
         copied = np.array(sends) * (natural.bytes / np.array(parts))
-        self._copy(natural, completed.node, copied)
+        self._copies.add(natural, completed.node, copied)
 
     def _note_sums(self, one: Placed, node: int, strategies: Sequence[Strategy]) -> None:
         """Note the sums that an operator completes itself, which travel in buckets."""
@@ -428,7 +414,7 @@ class Builder:
             if in_buckets:
                 self._note_conversion(source, node, wanted, weight, found, times)
         if found.copied is not None:
-            self._copy(source, node, found.copied)
+            self._copies.add(source, node, found.copied, wanted)
 
     def _weighted(
         self,

@@ -17,7 +17,7 @@ from cost_model import CostModel
 
 _SETS = (
     "state", "kept", "accumulated", "joined", "received", "returned", "sent", "delayed",
-    "offloaded",
+    "read_late", "read_once", "offloaded",
 )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class Value:
     apart: bool = False  # from the kernels that read it, if several do
     late: bool = False
     replaces: bool = False  # an input of the program
+    set_aside: bool = False  # its memory, before the program that returns it runs
     rounded: Source | None = None  # what is kept of a product for several readers
     put_off: bool = False  # until a kernel reads it that cannot compute it
     ready: int = 0  # when what runs as soon as it can may read it

@@ -199,7 +199,7 @@ class Timeline:
             if value.form == "alias" and (root.form == "alias" or root in taken):
                 value.form = "stored"
             taken.add(root)
-            value.born = min(value.born, began)
+            value.born, value.set_aside = min(value.born, began), True
 
     def compute(
         self,
@@ -356,7 +356,8 @@ class Timeline:
             value.late = value.late or self.on_host and (waits(value) or self._is_result(value))
             began = value.born
             free = value.form == "fused" and not value.operands
-            if value.late or value.put_off or free or value.form in ("copied", "view"):
+            moves = value.late or value.put_off or free or value.form in ("copied", "view")
+            if moves and not value.set_aside:
                 firsts = [done(read) - 1 for read in value.reads]
                 latest = self.now if value.late else value.born
                 value.born = max(value.born, min(firsts, default=latest))

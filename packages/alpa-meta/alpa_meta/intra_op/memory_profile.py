@@ -11,6 +11,7 @@ at which some choice peaked are made rows (`memory_limit.solve_within`).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingSpec
 from alpa_meta.intra_op.liveness import KINDS, Span
-from alpa_meta.types import Floats, HostArray
+from alpa_meta.types import Floats, HostArray, Ints
 
 LEAST_COPY = 1e-3  # of the limit, from which a converted copy is part of a limited problem
 
@@ -27,7 +28,9 @@ LEAST_COPY = 1e-3  # of the limit, from which a converted copy is part of a limi
 class Copy:
     """A converted copy that lives over [start, stop): `bytes` [strategies of first, of second].
 
-    `ratios`: how many times as many bytes it takes at each of the other sizes.
+    `ratios`: how many times as many bytes it takes at each of the other sizes. Copies that are
+    `one_of` the same value are one where they are made in the same spec: `specs` [strategies of
+    second] are their numbers.
     """
 
     start: int
@@ -36,6 +39,8 @@ class Copy:
     second: int
     bytes: Floats
     ratios: tuple[float, ...] = ()
+    one_of: int | None = None
+    specs: Ints | None = None
 
 
 @frozen
@@ -81,6 +86,7 @@ class MemoryProfile:
         self._copy_ratio = np.array([(1.0, *ratios) for ratios in others]).reshape(
             -1, 1 + num_others
         )
+        self._one_of = _OneOf.found(copies)
         tables: list[list[Floats]] = [[] for _ in range(1 + num_others)]
         places: dict[tuple[tuple[ShardingSpec, ...], tuple[float, ...]], int] = {}
         fractions: dict[tuple[ShardingSpec, ...], Floats] = {}
@@ -197,10 +203,56 @@ class MemoryProfile:
         chosen, times = np.array([*choice, 0], dtype=np.int64), self.num_times + 1
         sizes = self._copy_table[self._copy_place + chosen[first] * width + chosen[second]]
         sizes = sizes * self._copy_ratio[:, size]
+        if self._one_of is not None:
+            stop = self._one_of.join(sizes, stop, chosen[second])
         changes: HostArray = np.bincount(start, sizes, times)
         changes -= np.bincount(np.minimum(stop, times - 1), sizes, times)
         copied: Floats = np.cumsum(changes)[:-1]
         return copied
+
+
+@frozen(eq=False)
+class _OneOf:
+    """Copies that are one with others, `places`, where they are made in the same spec: `value` is
+    equal for those of one value, `specs[first + choice of the reader]` the spec."""
+
+    places: Ints
+    value: Ints
+    specs: Ints
+    first: Ints
+
+    @classmethod
+    def found(cls, copies: Sequence[Copy]) -> _OneOf | None:
+        """Return those of `copies` that others are one with, None if there are none."""
+        number = Counter(copy.one_of for copy in copies)
+        chosen = [
+            (place, copy.one_of, copy.specs)
+            for place, copy in enumerate(copies)
+            if copy.one_of is not None and copy.specs is not None and number[copy.one_of] > 1
+        ]
+        if not chosen:
+            return None
+        places, values, specs = zip(*chosen, strict=True)
+        lengths = np.array([len(one) for one in specs], dtype=np.int64)
+        first = np.cumsum(lengths) - lengths
+        return cls(np.array(places), np.array(values), np.concatenate(specs), first)
+
+    def join(self, sizes: Floats, stop: Ints, chosen: Ints) -> Ints:
+        """Set the `sizes` of all but the first of the copies that are one to 0, and return when
+        each copy ends: that one with the last of them. `chosen` are the choices of the readers."""
+        made = sizes[self.places] > 0
+        places = self.places[made]
+        specs = self.specs[self.first[made] + chosen[places]]
+        keys = np.stack([self.value[made], specs])
+        _, begun, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        last = np.zeros(len(begun), dtype=np.int64)
+        np.maximum.at(last, group.ravel(), stop[places])
+        size = sizes[places[begun]]
+        sizes[places] = 0.0
+        sizes[places[begun]] = size
+        joined = stop.copy()
+        joined[places[begun]] = last
+        return joined
 
 
 def limited_problem(

@@ -80,8 +80,10 @@ class StageEqns:
     Of what leaves the microbatches (`accumulated`), `joined` has an entry for each example: nothing
     adds up its parts, so that it leaves complete.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
-    microbatches wait for. `tasks[k]` names the program that equation k is of, where a stage is
-    several, one after another: each holds what it reads until it ends.
+    microbatches wait for: these hold of what is kept and received only what that part, too, reads
+    (`read_late`). What only the forward pass reads (`read_once`) is held until it has run.
+    `tasks[k]` names the program that equation k is of, where a stage is several, one after another:
+    each holds what it reads until it ends.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -102,6 +104,8 @@ class StageEqns:
     times: Sequence[int] = ()
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)
     delayed: frozenset[Var] = frozenset()
+    read_late: frozenset[Var] = frozenset()
+    read_once: frozenset[Var] = frozenset()
     offloaded: frozenset[Var] = frozenset()
     num_delayed: int = 0
     tasks: Sequence[Hashable] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -11,15 +11,27 @@ from alpa_meta.intra_op.liveness import KINDS, Span
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 
+OTHERS: Mapping[str, Callable[[StageEqns], int]] = {
+    "kept": lambda stage: stage.in_flight - 1 - stage.num_delayed,
+    "kept late": lambda stage: stage.in_flight - 1,
+    "received": lambda stage: stage.in_flight - 1 - stage.num_delayed + stage.num_ahead,
+    "received late": lambda stage: stage.in_flight - 1 + stage.num_ahead,
+    "read once": lambda stage: stage.num_ahead,
+    "returned": lambda stage: stage.num_waiting,
+    "delayed": lambda stage: stage.num_delayed,
+}
+"""How many microbatches hold a value beside the one that runs: one that is kept for the backward
+pass, or received for it, by all of it or also by its part by weight ("late"); one that is received
+for the forward pass alone; a cotangent that is received; what is kept for a delayed part by weight.
+"""
+
 
 @frozen(eq=False)
 class StageSpans:
     """The values of a stage on one mesh and when they live.
 
     `constants` are there all the time: their kind, and how often they count. `of_others` are kept
-    by every other microbatch too: by those in flight ("kept"), by these and those that are to come
-    ("received"), by those that wait for their backward ("returned") or for the part of it by weight
-    ("delayed").
+    by every other microbatch too, of those of `OTHERS`.
     """
 
     constants: Sequence[tuple[Source, int, int]]
@@ -33,12 +45,7 @@ class StageSpans:
 
     def profile(self, stage: StageEqns) -> MemoryProfile:
         """Return the memory with the microbatches in flight of a stage like its own."""
-        others = {
-            "kept": stage.in_flight - 1,
-            "received": stage.in_flight - 1 + stage.num_ahead,
-            "returned": stage.num_waiting,
-            "delayed": stage.num_delayed,
-        }
+        others = {by: count(stage) for by, count in OTHERS.items()}
         kind, times = KINDS.index("activations"), self.num_times
         held = [Span(source, 0, times, of, count) for source, of, count in self.constants]
         for source, by, count in self.of_others:

@@ -425,10 +425,7 @@ def _held_more(base: Priced, problem: JointProblem, found: JointPlan) -> Iterato
     rows = rows_of(problem.menu, found)
     for stage, held, before in zip(found.stages, found.in_flight, base.plan.in_flight, strict=True):
         own = rows[stage.layer_start : stage.layer_stop]
-        each = sum(
-            row.activation_bytes.value(samples) + row.delayed_bytes.value(samples) for row in own
-        )
-        yield max(held - before, 0) * each
+        yield max(held - before, 0) * sum(row.waiting(samples) for row in own)
 
 
 def _least(

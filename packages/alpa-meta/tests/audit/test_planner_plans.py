@@ -6,11 +6,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import alpa_meta as alpa
 from alpa_meta.audit.planner_plans import audit_planned, reference_of
 from alpa_meta.corpus import build
+from alpa_meta.corpus.model import deterministic_model
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
 WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
@@ -52,6 +55,28 @@ def test_shapes_are_audited_without_running(convnet):
     step = alpa.parallelize(convnet.train_step, cluster="host:8", **WHOLE)
     found = step.audit(convnet.state, convnet.batch)
     assert found.ok and found.numerics is None
+
+
+def test_hosts_hold_a_parameter_in_pieces_whole_from_pass_to_pass():
+    width, depth = 256, 8  # four times as many bytes of weights as of activations
+
+    def loss(weights, batch):
+        for weight in weights:
+            batch = jnp.tanh(batch @ weight)
+        return jnp.mean(batch**2)
+
+    model = deterministic_model(
+        name="deep",
+        size="tiny",
+        init=lambda key: [jax.random.normal(key, (width, width))] * depth,
+        loss=loss,
+        make_batch=lambda key: jax.random.normal(key, (8 * width // 4, width)),
+        optimizer=optax.sgd(0.1),
+    )
+    options = alpa.Options(**WHOLE, preset="zero3", mesh_shape=(8,), recompute="none")
+    (memory,) = audit_planned(model, "host:8", options, numerics=False).memory.values()
+    assert memory.predicted_peak_bytes is not None
+    assert 0.97 < memory.predicted_peak_bytes / memory.peak_bytes < 1.1
 
 
 @pytest.mark.skipif(find_spec("equinox") is None, reason="equinox is not installed")

@@ -154,6 +154,18 @@ def test_what_a_late_gradient_is_computed_from_lives_until_the_update_on_hosts()
         assert found[gradient] == (5 if on_host else 2, 7)
 
 
+def test_a_result_of_a_program_is_set_aside_before_it_runs_though_it_is_computed_late():
+    timeline, product, gradient = Timeline(on_host=True), value(), value(4.0)
+    timeline.advance("backward")
+    timeline.compute("stored", [], [product])
+    timeline.advance("backward")
+    timeline.compute("stored", [product], [gradient], late=True)
+    timeline.advance("backward")
+    timeline.hold([gradient])
+    timeline.leave_program([gradient], began=1)
+    assert spans(timeline)[gradient] == (1, 4)
+
+
 def test_gradients_take_the_place_of_arrays_that_a_step_on_hosts_copies():
     timeline, state, gradient, new = Timeline(on_host=True, whole_step=True), *map(value, [8.0] * 3)
     timeline.advance("forward")

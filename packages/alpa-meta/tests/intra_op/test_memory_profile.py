@@ -54,6 +54,20 @@ def test_usage_is_the_sum_of_what_lives_at_each_time(seed):
         assert profile.peak(choice).total == pytest.approx(max(expected))
 
 
+def test_a_value_converted_to_one_spec_for_two_readers_is_held_from_the_first_to_the_last():
+    specs = np.array([7, 8])
+    copies = [
+        Copy(1, 2, 0, 1, np.array([[0.0, 25.0], [40.0, 0.0]]), one_of=0, specs=specs),
+        Copy(4, 5, 0, 2, np.array([[0.0, 25.0], [40.0, 0.0]]), one_of=0, specs=specs),
+    ]
+    nothing = [Span(Source(None, SPECS[:1], (8,), 0.0), 0, TIMES, 0)]
+    profile = MemoryProfile(nothing, copies, MESH, [2] * NODES, TIMES)
+    held = [profile.usage(choice).sum(axis=0).tolist() for choice in ((0, 1, 1, 0), (0, 1, 0, 0))]
+    assert held[0] == [0, 25, 25, 25, 25, 0]
+    assert held[1] == [0, 25, 0, 0, 0, 0]  # the second reader takes the value as it is
+    assert profile.usage((1, 0, 1, 0)).sum(axis=0).tolist() == [0, 40, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_limited_problem_allows_exactly_the_choices_that_fit_at_its_times(seed):
     spans, copies, profile = random_profile(seed)

@@ -43,9 +43,9 @@ def test_strategies_of_an_equal_stage_do_only_where_they_fit_what_a_stage_holds(
     stages, costs = Stages(), MeshCosts(MESH, MODEL)
     few, many = (  # as in zero-bubble-h1, where later stages may hold as many as the first
         stages.build(
-            stage_scope(outlook.program, staging, stage, 4, num_delayed=delayed).eqns, costs, ""
+            stage_scope(outlook.program, staging, stage, held, num_delayed=delayed).eqns, costs, ""
         )
-        for stage, delayed in ((1, 0), (2, 3))
+        for stage, held, delayed in ((1, 4, 0), (2, 5, 2))
     )
     assert problem_hash(few) == problem_hash(many)
     free = solve_within(few, Options(), 1e12)
