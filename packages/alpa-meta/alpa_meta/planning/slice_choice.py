@@ -1,14 +1,14 @@
 """Token slices that nobody asked for: chosen where few sequences leave a pipeline mostly bubble.
 
 lengths   by `stage_dp.slice_tokens`, from what slices take by the step's own operators and the
-          plan's own stages                                          -> token_slices.slice_seconds
+          plan's own stages, or more of them                         -> token_slices.slice_seconds
 plan      of the step in these slices, taken if it is predicted to be faster
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from attrs import evolve, frozen
@@ -18,6 +18,7 @@ from alpa_interchange import ClusterSpec
 from alpa_meta.compat import shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layer_work import one_device
+from alpa_meta.inter_op.meshes import divisors
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.step.program import Step
@@ -65,17 +66,18 @@ def with_slices(
     plan: Callable[[Step, Options], Planned],
 ) -> Planned:
     """Return the plan of a step in token slices if that is faster, else `planned`."""
-    pipeline = _pipeline(planned, step, cluster, options)
-    num_stages = len(pipeline.seconds)
-    if pipeline.num_microbatches >= num_stages:
+    pipelines = _pipelines(planned, step, cluster, options)
+    if not pipelines:
         return planned
+    count = pipelines[0].num_microbatches
     try:
-        found = _lengths(step, pipeline, cluster)
-        if found is None or found[1] > GAIN * planned.plan.step_seconds:
+        found = _lengths(step, count, pipelines, cluster)
+        if found is None or found[0] > GAIN * planned.plan.step_seconds:
             return planned
-        told = evolve(options, num_stages=num_stages, num_microbatches=pipeline.num_microbatches)
+        _, lengths, num_stages = found
+        told = evolve(options, num_stages=num_stages, num_microbatches=count)
         sliced = in_whole_chunks(
-            Slices(found[0]),
+            Slices(lengths),
             lambda slices: plan(step.in_slices(SliceRequest(slices.lengths)), told),
             fewer=True,
         )
@@ -88,26 +90,40 @@ def with_slices(
     return evolve(sliced, plan=evolve(sliced.plan, lower_bound=bound))
 
 
-def _pipeline(planned: Planned, step: Step, cluster: ClusterSpec, options: Options) -> _Pipeline:
-    """Return the stages of a plan, or, of a plan that has one, a stage for every device."""
+def _pipelines(
+    planned: Planned, step: Step, cluster: ClusterSpec, options: Options
+) -> list[_Pipeline]:
+    """Return the pipelines that slices are chosen for, of more stages than microbatches: that of a
+    plan, and equal stages, more of them, that do its work on all devices in the same time; of a
+    plan that has one stage, a stage for every device."""
     stages = [stage.candidate for stage in planned.plan.stage_plan.stages]
-    if len(stages) > 1:
-        return _Pipeline(
-            tuple(max(one.seconds, 1e-12) for one in stages),
-            max(one.step_seconds for one in stages),
-            planned.plan.num_microbatches,
-            planned.plan.stage_plan.schedule,
-        )
-    count = min(options.num_stages or cluster.num_devices, len(planned.plan.layers))
-    microbatches = options.num_microbatches or step.batch_size or 1
-    return _Pipeline((0.0,) * count, stages[0].step_seconds, microbatches, options.schedule)
+    num_layers, devices = len(planned.plan.layers), cluster.num_devices
+    if len(stages) == 1:
+        count = min(options.num_stages or devices, num_layers)
+        microbatches = options.num_microbatches or step.batch_size or 1
+        seconds, schedule = [(0.0,) * count], options.schedule
+    else:
+        microbatches = planned.plan.num_microbatches
+        seconds = [tuple(max(one.seconds, 1e-12) for one in stages)]
+        schedule = planned.plan.stage_plan.schedule
+        if options.num_stages is None:
+            work = sum(one.seconds * one.submesh.num_devices for one in stages)
+            counts = [one for one in divisors(devices) if len(stages) < one <= num_layers]
+            seconds += [(work / devices,) * count for count in counts]
+    update = max(one.step_seconds for one in stages)
+    return [
+        _Pipeline(each, update, microbatches, schedule)
+        for each in seconds
+        if len(each) > microbatches
+    ]
 
 
 def _lengths(
-    step: Step, pipeline: _Pipeline, cluster: ClusterSpec
-) -> tuple[tuple[int, ...], float] | None:
-    """Return the lengths of the best slices and the predicted step; None: one slice is best."""
-    program = step.program(pipeline.num_microbatches)
+    step: Step, num_microbatches: int, pipelines: Sequence[_Pipeline], cluster: ClusterSpec
+) -> tuple[float, tuple[int, ...], int] | None:
+    """Return the predicted step, the lengths of the best slices, and the stages of their pipeline;
+    None: one slice is best."""
+    program = step.program(num_microbatches)
     if program.inexact:
         return None
     holds = [leaf.role == "batch" for leaf in program.inputs]
@@ -125,14 +141,16 @@ def _lengths(
         cells = min(CELLS, slices.tokens)
         table = slice_seconds(analysis, one_device(cluster), cells)
         if table[0, -1] > 0:
-            return _best(table, slices, pipeline, cluster)
+            found = [_best(table, slices, pipeline, cluster) for pipeline in pipelines]
+            return min((one for one in found if one is not None), default=None)
     return None
 
 
 def _best(
     table: Array, slices: Slices, pipeline: _Pipeline, cluster: ClusterSpec
-) -> tuple[tuple[int, ...], float] | None:
-    """Return the lengths and the step of the coarsest slices that are about as fast as any."""
+) -> tuple[float, tuple[int, ...], int] | None:
+    """Return the step, the lengths and the stages of the coarsest slices that are about as fast as
+    any."""
     cells = len(table) - 1
     found, most = [], _most_slices(pipeline, cluster)
     for grain in (one for one in range(cells // 2, 0, -1) if cells % one == 0):
@@ -145,7 +163,7 @@ def _best(
     enough = ENOUGH * min(found)[0]
     seconds, cut = next(one for one in found if one[0] <= enough)
     bounds = np.cumsum((0, *cut)) * slices.tokens // cells
-    return tuple(np.diff(bounds).tolist()), seconds
+    return seconds, tuple(np.diff(bounds).tolist()), len(pipeline.seconds)
 
 
 def _sliced(table: Array, pipeline: _Pipeline) -> stage_dp.TokenPlan:
