@@ -215,6 +215,8 @@ def test_what_is_given_wrongly_is_said_with_what_came(parallel, mistake, error, 
         ({"num_layers": 7}, "has num_layers=., but num_layers=7 is asked for"),
         ({"recompute": "full"}, "has recompute=.'none'.*, but recompute=.'full'.* is asked for"),
         ({"offload": "moments"}, "has offload='none', but offload='moments' is asked for"),
+        ({"mesh_shape": (1, 2)}, r"has mesh_shape=.*, but mesh_shape=\(1, 2\) is asked for"),
+        ({"memory": 8.0}, "holds .* bytes on a device, but memory=8 is asked for"),
     ],
 )
 def test_options_beside_a_plan_that_ask_for_another_are_refused(parallel, setting, message):
@@ -224,6 +226,7 @@ def test_options_beside_a_plan_that_ask_for_another_are_refused(parallel, settin
 
 def test_options_that_a_plan_was_made_with_are_taken_beside_it():
     told: dict[str, PyTree] = {"num_stages": 1, "recompute": "full", "offload": "none"}
+    told |= {"memory": 1e9, "mesh_shape": (2,)}
     made = alpa.parallelize(step, cluster="host:2", **told).plan_for(WEIGHT, BATCH)
     again = alpa.parallelize(step, cluster="host:2", plan=made, **told).plan_for(WEIGHT, BATCH)
     assert again.shardings == made.shardings

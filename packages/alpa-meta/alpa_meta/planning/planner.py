@@ -350,6 +350,7 @@ def _offloads(plan: ParallelPlan) -> bool:
 def _check_told(plan: ParallelPlan, options: Options) -> None:
     """Raise PlanError where options beside a plan of the user's ask for another one."""
     kinds = tuple(layer.recomputation for layer in plan.layers)
+    shapes = {stage.candidate.logical.shape for stage in plan.stage_plan.stages}
     has = {
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
@@ -359,6 +360,7 @@ def _check_told(plan: ParallelPlan, options: Options) -> None:
         "num_layers": len(kinds),
         "recompute": kinds,
         "offload": "moments" if _offloads(plan) else "none",
+        "mesh_shape": shapes.pop() if len(shapes) == 1 else None,
     }
     for name, value in has.items():
         told = getattr(options, name)
@@ -369,6 +371,12 @@ def _check_told(plan: ParallelPlan, options: Options) -> None:
                 f"the plan that is given has {name}={value!r}, but {name}={told!r} is asked for; "
                 "leave one of them out"
             )
+    held = max(plan.stage_plan.device_bytes, default=0.0)
+    if options.memory is not None and held > options.memory * (1 + 1e-9):  # of sums
+        raise PlanError(
+            f"the plan that is given holds {held:,.0f} bytes on a device, but memory="
+            f"{options.memory:,.0f} is asked for; leave one of them out"
+        )
 
 
 @programs_forgotten()
