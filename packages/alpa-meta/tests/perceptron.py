@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
+
+from alpa_meta.corpus.model import deterministic_model
 
 
 def loss(weights, batch):
@@ -14,3 +17,15 @@ def loss(weights, batch):
 def step(weights, batch):
     value, gradients = jax.value_and_grad(loss)(weights, batch)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def model(width, depth, rows):
+    """Return a corpus model of as many square layers."""
+    return deterministic_model(
+        name="perceptron",
+        size="tiny",
+        init=lambda key: [jax.random.normal(key, (width, width))] * depth,
+        loss=loss,
+        make_batch=lambda key: jax.random.normal(key, (rows, width)),
+        optimizer=optax.sgd(0.1),
+    )

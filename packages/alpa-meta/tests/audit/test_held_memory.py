@@ -37,6 +37,7 @@ def pipeline(num_devices, num_stages, schedule):
     )
     step.lower(model.state, model.batch)
     found = held_memory(step.executable)
+    assert len(found) == num_stages
     return step.plan.stage_plan.device_bytes[: len(found)], found
 
 

@@ -6,14 +6,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
+import perceptron
 import pytest
 
 import alpa_meta as alpa
 from alpa_meta.audit.planner_plans import audit_planned, reference_of
 from alpa_meta.corpus import build
-from alpa_meta.corpus.model import deterministic_model
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
 WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
@@ -58,21 +56,8 @@ def test_shapes_are_audited_without_running(convnet):
 
 
 def test_hosts_hold_a_parameter_in_pieces_whole_from_pass_to_pass():
-    width, depth = 256, 8  # four times as many bytes of weights as of activations
-
-    def loss(weights, batch):
-        for weight in weights:
-            batch = jnp.tanh(batch @ weight)
-        return jnp.mean(batch**2)
-
-    model = deterministic_model(
-        name="deep",
-        size="tiny",
-        init=lambda key: [jax.random.normal(key, (width, width))] * depth,
-        loss=loss,
-        make_batch=lambda key: jax.random.normal(key, (8 * width // 4, width)),
-        optimizer=optax.sgd(0.1),
-    )
+    # four times as many bytes of weights as of activations
+    model = perceptron.model(width=256, depth=8, rows=512)
     options = alpa.Options(**WHOLE, preset="zero3", mesh_shape=(8,), recompute="none")
     (memory,) = audit_planned(model, "host:8", options, numerics=False).memory.values()
     assert memory.predicted_peak_bytes is not None

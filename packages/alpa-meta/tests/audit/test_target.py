@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
-import optax
+import perceptron
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -17,7 +17,6 @@ from alpa_meta.audit.memory import memory_check
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.planner_plans import audit_planned
 from alpa_meta.audit.target import TARGETS, compile_for, parse_target, target_devices
-from alpa_meta.corpus.model import deterministic_model
 from alpa_meta.errors import PlanError
 from alpa_meta.options import Options
 from cost_model import cluster
@@ -96,21 +95,8 @@ def test_a_gpu_program_is_compiled_and_audited_without_a_gpu(name):
 
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra audit-gpu")
 def test_a_parameter_in_pieces_is_not_held_whole_between_the_passes():
-    width, depth = 4096, 12  # as many bytes of weights as of activations
-
-    def loss(weights, batch):
-        for weight in weights:
-            batch = jnp.tanh(batch @ weight)
-        return jnp.mean(batch**2)
-
-    model = deterministic_model(
-        name="deep",
-        size="tiny",
-        init=lambda key: [jax.random.normal(key, (width, width))] * depth,
-        loss=loss,
-        make_batch=lambda key: jax.random.normal(key, (8 * width, width)),
-        optimizer=optax.sgd(0.1),
-    )
+    # as many bytes of weights as of activations
+    model = perceptron.model(width=4096, depth=12, rows=8 * 4096)
     options = Options(num_stages=1, num_microbatches=1, preset="zero3", mesh_shape=(8,))
     audit = audit_planned(model, "h100:8", options, numerics=False)
     assert audit.ok, audit.text()
