@@ -31,6 +31,7 @@ from attrs import frozen
 from rich.console import Console
 
 import alpa_meta
+import stage_dp
 from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.audit.planner_plans import audit_planned
 from alpa_meta.corpus import CorpusModel, published
@@ -101,7 +102,7 @@ def held(model: CorpusModel, num_stages: int, schedule: str) -> Iterator[str]:
         cache=False,
     )
     step.lower(model.state, model.batch)
-    found, needed = held_memory(step.executable), step.plan.stage_plan.device_bytes
+    found, needed = held_memory(step.executable), stage_dp.device_bytes(step.plan.stage_plan)
     for one, planned in zip(found, needed, strict=False):  # that of all stages of a mesh
         yield (
             f"{planned / 1e6:.0f}, {one.buffer_bytes / 1e6:.0f}, {one.peak_bytes / 1e6:.0f}, "

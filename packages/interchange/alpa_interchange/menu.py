@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from alpa_interchange.check import OneOf, non_empty, non_negative, positive
 from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
-from alpa_interchange.stage import DeviceGroup, device_bytes
+from alpa_interchange.stage import DeviceGroup
 
 RECOMPUTATIONS = ("none", "selective", "full")
 LINKS = ("host", "hosts", "groups")  # between two stages: on one host, across hosts, across groups
@@ -295,6 +295,7 @@ class JointStage:
     step_seconds: float
     boundary_seconds: float  # one way to the next stage, on the link it crosses; 0 for the last
     transient_bytes: float = 0.0  # of the stage's `peak_bytes`
+    activation_bytes: float = 0.0  # of these, for each microbatch in flight
 
 
 @frozen(kw_only=True)
@@ -320,7 +321,7 @@ class JointPlan:
     step_seconds: float
     lower_bound: float
     peak_bytes: tuple[float, ...]  # per stage, per device
-    in_flight: tuple[int, ...]  # per stage: microbatches whose activations are alive
+    in_flight: tuple[int, ...]  # per stage: microbatches alive when its devices hold most
     tried: tuple[TriedCount, ...] = ()
     complete: bool = True  # False: the deadline stopped the search
     work_bound: float = 0.0
@@ -329,16 +330,6 @@ class JointPlan:
     def num_meshes(self) -> int:
         """Return the number of submeshes; fewer than stages where a submesh runs several."""
         return len({stage.device_ids for stage in self.stages})
-
-    @property
-    def device_bytes(self) -> tuple[float, ...]:
-        """Return, per stage, what its devices need: more than `peak_bytes` where they run several
-        stages, of which the transients are not there together."""
-        return device_bytes(
-            [stage.device_ids for stage in self.stages],
-            self.peak_bytes,
-            [stage.transient_bytes for stage in self.stages],
-        )
 
     @property
     def gap(self) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attrs import field, frozen
 
 from alpa_interchange.check import non_empty, non_negative, positive
@@ -106,7 +104,8 @@ class StagePlan:
     step_seconds: float
     lower_bound: float
     peak_bytes: tuple[float, ...]  # per stage, per device; none where they are not known
-    in_flight: tuple[int, ...] = ()  # per stage: forwards before the first backward
+    # per stage: microbatches alive when its devices hold most
+    in_flight: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for name, values in (("peak_bytes", self.peak_bytes), ("in_flight", self.in_flight)):
@@ -122,31 +121,6 @@ class StagePlan:
         return len({stage.device_ids for stage in self.stages})
 
     @property
-    def device_bytes(self) -> tuple[float, ...]:
-        """Return, per stage, what its devices need with all stages they run; empty where the peaks
-        are not known."""
-        return device_bytes(
-            [stage.device_ids for stage in self.stages],
-            self.peak_bytes,
-            [stage.candidate.transient_bytes for stage in self.stages],
-        )
-
-    @property
     def gap(self) -> float:
         """Return the share of the step time that is not proven necessary (0.0: proven optimal)."""
         return 1.0 - self.lower_bound / self.step_seconds if self.step_seconds > 0 else 0.0
-
-
-def device_bytes(
-    device_ids: Sequence[tuple[int, ...]], peaks: Sequence[float], transients: Sequence[float]
-) -> tuple[float, ...]:
-    """Return, per stage, what its devices need: more than the stage's peak where they run several
-    stages, of which the transients are not there together."""
-    if not peaks:
-        return ()
-    lasting: dict[tuple[int, ...], float] = {}
-    transient: dict[tuple[int, ...], float] = {}
-    for ids, peak, passing in zip(device_ids, peaks, transients, strict=True):
-        lasting[ids] = lasting.get(ids, 0.0) + peak - passing
-        transient[ids] = max(transient.get(ids, 0.0), passing)
-    return tuple(lasting[ids] + transient[ids] for ids in device_ids)

@@ -12,6 +12,7 @@ from stage_dp.layer_clustering import (
     cluster_layers,
     live_bytes,
 )
+from stage_dp.mesh_memory import Chunk, alive_together, bytes_together, chunks_of, device_bytes
 from stage_dp.pipeline_time import PipelineTime, pipeline_time
 from stage_dp.schedules import (
     SCHEDULE_RULES,
@@ -40,6 +41,7 @@ __all__ = [
     "SCHEDULES",
     "SCHEDULE_RULES",
     "BoundError",
+    "Chunk",
     "Clustering",
     "InfeasibleError",
     "Known",
@@ -51,11 +53,15 @@ __all__ = [
     "TokenPlan",
     "TokenProblem",
     "adaptive_warmups",
+    "alive_together",
     "best_known",
     "bound_in_slices",
+    "bytes_together",
     "check_bound",
+    "chunks_of",
     "cluster_layers",
     "default_warmups",
+    "device_bytes",
     "emit",
     "flow_seconds",
     "in_flight_counts",

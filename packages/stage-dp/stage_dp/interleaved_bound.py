@@ -39,7 +39,7 @@ from functools import cached_property
 import numpy as np
 
 from stage_dp.cell_bounds import RowArrays, hull_prices
-from stage_dp.interleaved_order import interleaved_order
+from stage_dp.interleaved_order import interleaved_order, shorter
 from stage_dp.interleaved_program import Layers, least_step
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
@@ -52,20 +52,12 @@ HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
 # of GPT-1.3B is 4.90 % instead of 4.86 %, with 7 the same.
 MAX_RARE = 4
 
-FULL = 3  # groups of p microbatches after which what a chunk holds does not change
-
 Disjoint = tuple[Index, Index, Index]
 
 
 def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:
     """Return the microbatches in flight of that chunk of a mesh that holds the fewest."""
     return min(count, num_meshes, 2 * (num_meshes - mesh) - 1)
-
-
-def shorter(count: int, num_meshes: int) -> int:
-    """Return a number of microbatches, `count` or fewer, of which chunks hold as many at once: the
-    last group of microbatches is as full."""
-    return FULL * num_meshes + count % num_meshes if count > (FULL + 1) * num_meshes else count
 
 
 class InterleavedBounds:

@@ -7,22 +7,27 @@ mesh are chosen together within its memory.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from attrs import evolve
 
-from stage_dp.interleaved_bound import FULL, shorter
-from stage_dp.interleaved_order import interleaved_order
+from stage_dp.interleaved_order import FULL, Index, InterleavedOrder, holding_order
 from stage_dp.joint_chain import Scored, StageChoice
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+from stage_dp.menu_table import ACTIVATION, BACKWARD, FORWARD, STEP, TRANSIENT, Array
+from stage_dp.mesh_memory import Chunk, bytes_together
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
 
 INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
+
+
+# In which rows are chosen again for the memory of a mesh that its chunks lack at another moment.
+MOMENT_ROUNDS = 3
 
 
 class InterleavedChains:
@@ -42,8 +47,8 @@ class InterleavedChains:
         if links is None:
             return None
         num = len(cuts) - 1
-        held = self._held(num, num_meshes)
-        stages = self._stages(mesh, cuts, held, num_meshes)
+        runs = holding_order(num_meshes, num // num_meshes, self.count)
+        stages = self._stages(mesh, cuts, runs)
         if stages is None:
             return None
         work = [self.count * s.seconds + float(s.columns[STEP]) for s in stages]
@@ -59,7 +64,9 @@ class InterleavedChains:
         seconds = self._seconds(stages, crossing, num_meshes)
         if seconds >= limit:
             return None
-        return Scored(stages, INTERLEAVED, self.count, crossing, held, seconds, num_meshes)
+        return Scored(
+            stages, INTERLEAVED, self.count, crossing, runs.in_flight, seconds, num_meshes
+        )
 
     def exact(self, found: Scored) -> Scored:
         """Return the pipeline with its exact step time."""
@@ -84,33 +91,57 @@ class InterleavedChains:
         found = self.pipeline(meshes.pop(), num_meshes, cuts, limit)
         return None if found is None else self.exact(found)
 
-    def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:
-        """Return the microbatches in flight of each stage."""
-        count = shorter(self.count, num_meshes)
-        return interleaved_order(num_meshes, num // num_meshes, count).in_flight
-
     def _stages(
-        self, mesh: int, cuts: Sequence[int], held: Sequence[int], num_meshes: int
+        self, mesh: int, cuts: Sequence[int], runs: InterleavedOrder
     ) -> tuple[StageChoice, ...] | None:
         """Return the stages with the rows of each mesh's chunks chosen within its memory."""
-        result: dict[int, StageChoice] = {}
-        known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-        for first in range(num_meshes):
+        num_meshes, result = runs.num_meshes, dict[int, StageChoice]()
+        known: dict[tuple[object, ...], list[StageChoice] | None] = {}
+        for first, alive in enumerate(runs.alive):
             own = range(first, len(cuts) - 1, num_meshes)
-            parts = [self.classes[cuts[s] : cuts[s + 1]] for s in own]
-            classes = tuple(c for part in parts for c in part)
-            counts = tuple(held[s] for s, part in zip(own, parts, strict=True) for _ in part)
-            starts = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())
-            key = (classes, counts, starts)
+            parts = tuple(self.classes[cuts[s] : cuts[s + 1]] for s in own)
+            held = runs.in_flight[first::num_meshes]
+            key = (parts, held, alive.tobytes())
             if key not in known:
-                known[key] = self.costs.best_rows(mesh, classes, counts, 1 / self.count, starts)
-            picks = known[key]
-            if picks is None:
+                known[key] = self._chunks(mesh, parts, held, alive)
+            chunks = known[key]
+            if chunks is None:
                 return None
-            for s, part, at in zip(own, parts, (0, *starts), strict=True):
-                stage = self.costs.stage(mesh, part, picks[at : at + len(part)])
-                result[s] = stage.at(cuts[s], cuts[s + 1])
+            for s, chunk in zip(own, chunks, strict=True):
+                result[s] = chunk.at(cuts[s], cuts[s + 1])
         return tuple(result[s] for s in range(len(cuts) - 1))
+
+    def _chunks(
+        self, mesh: int, parts: Sequence[tuple[int, ...]], held: Sequence[int], alive: Index
+    ) -> list[StageChoice] | None:
+        """Return the chunks of a mesh, of the classes `parts`, whose rows fit at every moment.
+
+        Rows are chosen for the moment of `held` [chunks], with as much less memory as the last ones
+        lack at another moment, at last for the most microbatches of every chunk.
+        """
+        classes = tuple(itertools.chain.from_iterable(parts))
+        starts = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())
+        memory, withheld = self.costs.table.memory[mesh], 0.0
+        for attempt in range(MOMENT_ROUNDS + 1):
+            if attempt == MOMENT_ROUNDS:
+                held, withheld = alive.max(axis=0).tolist(), 0.0
+            counts = tuple(k for k, part in zip(held, parts, strict=True) for _ in part)
+            weight = 1 / self.count
+            picks = self.costs.best_rows(mesh, classes, counts, weight, starts, withheld=withheld)
+            if picks is None:
+                continue
+            chunks = [
+                self.costs.stage(mesh, part, picks[at : at + len(part)])
+                for part, at in zip(parts, (0, *starts), strict=True)
+            ]
+            lacking = bytes_together(
+                [_held(c, k) for c, k in zip(chunks, held, strict=True)], alive
+            )
+            lacking -= memory
+            if lacking <= memory * 1e-9:
+                return chunks
+            withheld += lacking
+        return None
 
     def _seconds(
         self, stages: Sequence[StageChoice], crossing: Sequence[float], num_meshes: int
@@ -125,6 +156,13 @@ class InterleavedChains:
             runs.append(_seconds(schedule, stages, crossing))
         groups = (self.count - counts[0]) / num_meshes
         return runs[0] + groups * (runs[-1] - runs[0])
+
+
+def _held(stage: StageChoice, in_flight: int) -> Chunk:
+    columns = stage.columns
+    transient = float(columns[TRANSIENT])
+    lasting = stage.need(in_flight) - transient
+    return Chunk(lasting, in_flight, float(columns[ACTIVATION]), transient)
 
 
 def busiest(work: Array, num_meshes: int) -> float:

@@ -8,6 +8,10 @@ order, its backwards in another, and w of the forwards before the first backward
 
 Where the last group is not full the usual w can wait for itself; all are then raised by the
 smallest number of runs that does not. -> interleaved_order()
+
+The chunks of a mesh do not hold most at one time: of p = 8 meshes with two chunks the fifth holds
+up to 15 microbatches of the first and 7 of the second, but 15 of both together.
+-> InterleavedOrder.alive, holding_order()
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
+
+FULL = 3  # groups of p microbatches after which what chunks hold does not change
 
 Index = NDArray[np.int64]
 
@@ -51,15 +57,39 @@ class InterleavedOrder:
         )
 
     @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """Return the most microbatches of each stage that are alive at one time."""
-        held = np.zeros((self.chunks, self.num_meshes), dtype=np.int64)
+    def alive(self) -> tuple[Index, ...]:
+        """Return the microbatches of each chunk that are alive together, by mesh: [moments, chunks]
+        of the moments at which no other has as many of every chunk."""
+        result = []
         for mesh in range(self.num_meshes):
             there, back = self.places(mesh)
-            for chunk in range(self.chunks):
-                before = np.searchsorted(back[self.back == chunk], there[self.chunk == chunk])
-                held[chunk, mesh] = (np.arange(1, len(before) + 1) - before).max()
+            begun = np.zeros((self.chunks, 2 * len(there)), dtype=np.int64)
+            ended = np.zeros_like(begun)
+            begun[self.chunk, there] = 1
+            ended[self.back, back] = 1  # a backward frees them when it ends
+            some = np.unique((begun.cumsum(axis=1) - ended.cumsum(axis=1) + ended).T, axis=0)
+            if some[-1].tolist() != some.max(axis=0).tolist():  # not all of them at once
+                more = (some[:, None] <= some).all(axis=2).sum(axis=1)  # as many of every chunk
+                result.append(some[more == 1])
+            else:
+                result.append(some[-1:])
+        return tuple(result)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Return the microbatches of each stage that are alive when its mesh holds most of all its
+        chunks; of several such moments, when those of the fullest chunk are fewest."""
+        held = np.zeros((self.chunks, self.num_meshes), dtype=np.int64)
+        for mesh, alive in enumerate(self.alive):
+            total = alive.sum(axis=1)
+            most = alive[total == total.max()]
+            held[:, mesh] = most[most.max(axis=1).argmin()]
         return tuple(held.ravel().tolist())
+
+    @property
+    def holds_all(self) -> bool:
+        """Return whether all forwards of a mesh run before its first backward."""
+        return max(self.warmups) == len(self.chunk)
 
     def waits_for_itself(self) -> bool:
         """Return whether every mesh gets stuck."""
@@ -96,6 +126,19 @@ class InterleavedOrder:
         return any(place < 2 * len(self.chunk) for place in at)
 
 
+def shorter(count: int, num_meshes: int) -> int:
+    """Return a number of microbatches, `count` or fewer, whose order differs in the groups of the
+    middle only: the last group is as full."""
+    return FULL * num_meshes + count % num_meshes if count > (FULL + 1) * num_meshes else count
+
+
+def holding_order(num_meshes: int, chunks: int, num_microbatches: int) -> InterleavedOrder:
+    """Return an order of so many microbatches or fewer, whose chunks hold as many at every
+    moment."""
+    found = interleaved_order(num_meshes, chunks, shorter(num_microbatches, num_meshes))
+    return interleaved_order(num_meshes, chunks, num_microbatches) if found.holds_all else found
+
+
 # A search asks for the same few dozen orders again and again: each took a fiftieth of a second.
 @lru_cache(maxsize=128)
 def interleaved_order(num_meshes: int, chunks: int, num_microbatches: int) -> InterleavedOrder:
@@ -109,7 +152,11 @@ def interleaved_order(num_meshes: int, chunks: int, num_microbatches: int) -> In
     usual = [
         p - mesh if chunks == 1 else 2 * (p - mesh - 1) + (chunks - 1) * p + 1 for mesh in range(p)
     ]
-    for raised in range(total + 1):
+    least = 0
+    if num_microbatches % p and shorter(num_microbatches, p) < num_microbatches:
+        short = interleaved_order(p, chunks, shorter(num_microbatches, p))
+        least = short.warmups[-1] - usual[-1] + (total - len(short.chunk)) * short.holds_all
+    for raised in range(least, total + 1):
         warmups = tuple(min(total, k + raised) for k in usual)
         found = InterleavedOrder(
             p, chunks, num_microbatches, warmups, chunk, chunks - 1 - chunk, microbatch

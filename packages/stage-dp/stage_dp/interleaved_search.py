@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
 from alpa_interchange.stage import StageCandidate, StageProblem
 from stage_dp.device_pool import place
-from stage_dp.schedules import order
+from stage_dp.interleaved_order import holding_order
+from stage_dp.mesh_memory import Chunk, bytes_together
 
 INTERLEAVED = "interleaved-1f1b"
 MAX_CHUNKS = 4  # from 4 to 8 chunks (p-1)/v falls by 1/8 of a microbatch, transfers double
@@ -67,22 +68,20 @@ def interleaved_plans(problem: StageProblem) -> list[Interleaved]:
 def with_memory(problem: StageProblem, plan: Interleaved) -> Interleaved:
     """Return the plan with its microbatches in flight and the bytes it lacks."""
     chain, meshes = plan.candidates, plan.num_meshes
-    schedule = order(INTERLEAVED, len(chain), chain[0].num_microbatches, num_meshes=meshes)
-    in_flight = tuple(schedule.in_flight(stage) for stage in range(len(chain)))
+    runs = holding_order(meshes, len(chain) // meshes, chain[0].num_microbatches)
     missing = 0.0
     for mesh in range(meshes):
-        held = sum(
-            c.state_bytes + k * c.activation_bytes
-            for c, k in zip(chain[mesh::meshes], in_flight[mesh::meshes], strict=True)
-        )
-        needed = held + max(c.transient_bytes for c in chain[mesh::meshes])
+        chunks = [
+            Chunk(c.state_bytes + k * c.activation_bytes, k, c.activation_bytes, c.transient_bytes)
+            for c, k in zip(chain[mesh::meshes], runs.in_flight[mesh::meshes], strict=True)
+        ]
         memory = problem.device_groups[chain[mesh].submesh.host_group].memory
-        missing = max(missing, needed - memory * (1 + 1e-12))
+        missing = max(missing, bytes_together(chunks, runs.alive[mesh]) - memory * (1 + 1e-12))
     return Interleaved(
         candidates=chain,
         num_meshes=meshes,
         estimate=plan.estimate,
-        in_flight=in_flight,
+        in_flight=runs.in_flight,
         missing_bytes=missing,
     )
 

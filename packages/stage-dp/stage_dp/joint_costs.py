@@ -330,16 +330,19 @@ class CountCosts:
         weight: float,
         cuts: tuple[int, ...] = (),
         num_delayed: int = 0,
+        withheld: float = 0.0,
     ) -> tuple[int, ...] | None:
         """Return the rows of layers with the least t + weight u in memory, as positions in
         `ClassRows`; transients up to a few limits.
 
         `held` [layers] microbatches in flight, with what the backward by weight reads of
-        `num_delayed`; nothing is converted before the layers at `cuts`.
+        `num_delayed`; nothing is converted before the layers at `cuts`. The memory is that of the
+        mesh less `withheld` bytes.
         """
         if any(not len(self.table.rows[mesh][c].number) for c in classes):
             return None
         limits, least = self._by_transients(mesh, classes, held, weight, num_delayed)
+        memory = self.table.memory[mesh] - withheld
         best: tuple[float, tuple[int, ...]] | None = None
         tried = 0
         for n in np.argsort(least, kind="stable"):
@@ -348,7 +351,7 @@ class CountCosts:
                 break
             limit = float(limits[n])
             rows = self._layer_rows(mesh, classes, held, weight, limit, cuts, num_delayed)
-            found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
+            found = choose_rows(rows, memory - limit, self.tolerance)
             if found is None:
                 continue
             tried += 1

@@ -20,8 +20,9 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from stage_dp.interleaved_bound import FULL, InterleavedBounds
+from stage_dp.interleaved_bound import InterleavedBounds
 from stage_dp.interleaved_chain import InterleavedChains, busiest
+from stage_dp.interleaved_order import FULL
 from stage_dp.joint_chain import Scored
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links

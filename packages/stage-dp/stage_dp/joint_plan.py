@@ -5,7 +5,7 @@ from __future__ import annotations
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
 from stage_dp.joint_chain import Scored
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import BACKWARD, FORWARD, SPLIT, STEP, TRANSIENT, WEIGHT
+from stage_dp.menu_table import ACTIVATION, BACKWARD, FORWARD, SPLIT, STEP, TRANSIENT, WEIGHT
 
 
 def plan_of(
@@ -34,6 +34,7 @@ def plan_of(
             step_seconds=float(s.columns[STEP]),
             boundary_seconds=c,
             transient_bytes=float(s.columns[TRANSIENT]),
+            activation_bytes=float(s.columns[ACTIVATION]),
         )
         for s, ids, c in zip(best.stages, devices, crossing, strict=True)
     )

@@ -5,7 +5,7 @@ from attrs import evolve
 
 from alpa_interchange import DeviceGroup, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
-from stage_dp import InfeasibleError, Known, best_known, price_stages, solve_joint
+from stage_dp import InfeasibleError, Known, best_known, device_bytes, price_stages, solve_joint
 
 
 def _problem(memory=100.0):
@@ -98,7 +98,7 @@ def test_an_interleaved_pipeline_is_priced_and_started_from_as_others_are():
     assert priced.step_seconds == pytest.approx(found.step_seconds)
     assert priced.peak_bytes == found.peak_bytes
     first = priced.peak_bytes[0] + priced.peak_bytes[2]  # of the same device
-    assert priced.device_bytes[0] == first <= 50.0 < sum(priced.peak_bytes)
+    assert device_bytes(priced)[0] == first <= 50.0 < sum(priced.peak_bytes)
     quick = solve_joint(evolve(problem, proof=False), known)
     assert quick.step_seconds <= found.step_seconds * (1 + 1e-9)
     with pytest.raises(InfeasibleError, match="within the memory"):

@@ -144,7 +144,7 @@ def _with_room(base: Priced) -> Priced:
     """Return a plan that fits: its stages were solved exactly, and do, where the menu's estimates
     of them may not."""
     groups = list(base.problem.device_groups)
-    for stage, held in zip(base.plan.stages, base.plan.device_bytes, strict=True):
+    for stage, held in zip(base.plan.stages, stage_dp.device_bytes(base.plan), strict=True):
         number = base.problem.menu.meshes[stage.mesh].submesh.host_group
         groups[number] = evolve(groups[number], memory=max(groups[number].memory, held))
     return evolve(base, problem=evolve(base.problem, device_groups=tuple(groups)))

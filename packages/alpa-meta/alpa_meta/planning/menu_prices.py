@@ -183,5 +183,5 @@ def lacking_bytes(problem: JointProblem, plan: JointPlan) -> tuple[float, ...]:
     not."""
     return tuple(
         held - problem.device_groups[problem.menu.meshes[stage.mesh].submesh.host_group].memory
-        for stage, held in zip(plan.stages, plan.device_bytes, strict=True)
+        for stage, held in zip(plan.stages, stage_dp.device_bytes(plan), strict=True)
     )

@@ -144,7 +144,7 @@ class MenuSearch:
         plan, groups = self.plan, self.problem.device_groups
         if len(plan.stages) > 1:
             return None
-        (held,), (stage,) = plan.device_bytes, plan.stages
+        (held,), (stage,) = stage_dp.device_bytes(plan), plan.stages
         memory = groups[self.menu.meshes[stage.mesh].submesh.host_group].memory
         if held * (1 + ROOM) <= memory and set(self.recomputation()) == {"none"}:
             return None
@@ -170,7 +170,9 @@ class MenuSearch:
         """Return the chosen pipeline as stages with their predicted costs."""
         plan = self.plan
         stages = []
-        for stage, peak in zip(plan.stages, plan.peak_bytes, strict=True):
+        interleaves = stage_dp.SCHEDULE_RULES[plan.schedule].interleaves
+        for stage, peak, alive in zip(plan.stages, plan.peak_bytes, plan.in_flight, strict=True):
+            activation = stage.activation_bytes if interleaves else 0.0
             menu = self.menu.meshes[stage.mesh]
             candidate = StageCandidate(
                 layer_start=stage.layer_start,
@@ -183,7 +185,8 @@ class MenuSearch:
                 backward_weight_seconds=stage.weight_seconds,
                 step_seconds=stage.step_seconds,
                 boundary_seconds=stage.boundary_seconds,
-                state_bytes=peak - stage.transient_bytes,
+                state_bytes=peak - stage.transient_bytes - alive * activation,
+                activation_bytes=activation,
                 transient_bytes=stage.transient_bytes,
             )
             stages.append(PlacedStage(candidate=candidate, device_ids=stage.device_ids))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import stage_dp
 from alpa_interchange import (
@@ -21,7 +21,6 @@ from alpa_interchange import (
     StagePlan,
     StageSharding,
 )
-from alpa_interchange.stage import device_bytes
 from alpa_meta.inter_op.candidates import exact_candidate, input_pins, totals_share
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
@@ -93,8 +92,12 @@ class StageSolving:
         self.names = StageNames(staging, program.jaxpr.constvars)
         self.built = Stages()
         self._known: dict[str, tuple[ShardingSolution, int]] = {}  # with microbatches in flight
-        # By devices that run several stages: bytes withheld from all but the last of these.
-        self._withheld: dict[tuple[int, ...], float] = {}
+        self._predicted = stage_dp.device_bytes(
+            stage_plan
+        )  # () of random plans: they have no limit
+        self._alive = stage_dp.alive_together(stage_plan)
+        # By mesh that runs several stages: bytes withheld from all but the last of these.
+        self._withheld: dict[int, float] = {}
 
     def run(self) -> list[SolvedStage] | Lacking:
         """Return the stages solved, or what one lacks."""
@@ -103,10 +106,10 @@ class StageSolving:
             lacking = self._solve(solved)
             if lacking is None:
                 break
-            ids = self.stage_plan.stages[len(solved)].device_ids
-            if all(one.placed.device_ids != ids for one in solved):
+            mesh = len(solved) % self.stage_plan.num_meshes
+            if mesh == len(solved):  # the first of its stages
                 break
-            self._withheld[ids] = self._withheld.get(ids, 0.0) + lacking.bytes
+            self._withheld[mesh] = self._withheld.get(mesh, 0.0) + lacking.bytes
         return solved if lacking is None else lacking
 
     def _solve(self, solved: list[SolvedStage]) -> Lacking | None:
@@ -157,7 +160,7 @@ class StageSolving:
                 solution = solved_for(selection, counted, limit, chosen)
             if solution.choice is None:
                 lacking = max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
-                told = min(self.stage_plan.device_bytes[stage], memory)
+                told = min(self._predicted[stage], memory)
                 return Lacking(lacking, memory + lacking - told)
             self._known[key] = solution, in_flight
             found = finished(solution)
@@ -173,32 +176,41 @@ class StageSolving:
         its mesh leave, those already `solved` and those to come. It has the most transients of
         them, or as many less as its rows say.
         """
-        rows = self.stage_plan
-        placed = [*(one.placed for one in solved), *rows.stages[len(solved) :]]
-        held = [*(one.sharding.peak_bytes for one in solved), *rows.peak_bytes[len(solved) :]]
-        ids, passing = placed[stage].device_ids, placed[stage].candidate.transient_bytes
-        taken = least = 0.0
-        for other, one in enumerate(placed):
-            if other != stage and one.device_ids == ids:
-                taken += held[other] - one.candidate.transient_bytes
-                least = max(least, one.candidate.transient_bytes - passing)
-        if any(one.device_ids == ids for one in placed[stage + 1 :]):
-            taken += self._withheld.get(ids, 0.0)
-        return memory - taken - least
+        num_meshes = self.stage_plan.num_meshes
+        if not self._predicted or num_meshes == len(self.stage_plan.stages):
+            return memory
+        mesh, place = stage % num_meshes, stage // num_meshes
+        chunks = self._chunks(mesh, solved)
+        own = chunks[place]
+        taken = stage_dp.bytes_together(chunks, self._alive[mesh]) - own.lasting - own.transient
+        if place + 1 < len(chunks):
+            taken += self._withheld.get(mesh, 0.0)
+        return memory - taken
 
     def _excess(self, solved: Sequence[SolvedStage]) -> Lacking | None:
         """Return what the devices of the last of these stages lack where they run several, each of
         which was solved with other transients than the next ones have."""
-        rows = self.stage_plan.device_bytes  # () of random plans, which keep to no limit
-        ids = [one.placed.device_ids for one in solved]
-        if not rows or ids.count(ids[-1]) == 1:
+        num_meshes, last = self.stage_plan.num_meshes, len(solved) - 1
+        if not self._predicted or last < num_meshes:
             return None
-        peaks = [one.sharding.peak_bytes for one in solved]
-        transients = [one.placed.candidate.transient_bytes for one in solved]
-        needed, memory = device_bytes(ids, peaks, transients)[-1], self._memory(solved[-1].placed)
+        mesh = last % num_meshes
+        chunks = self._chunks(mesh, solved)[: last // num_meshes + 1]
+        needed = stage_dp.bytes_together(chunks, self._alive[mesh])
+        memory = self._memory(solved[-1].placed)
         if needed <= memory * (1 + 1e-9):
             return None
-        return Lacking(needed - memory, needed - min(rows[len(solved) - 1], memory))
+        return Lacking(needed - memory, needed - min(self._predicted[last], memory))
+
+    def _chunks(self, mesh: int, solved: Sequence[SolvedStage]) -> list[stage_dp.Chunk]:
+        """Return what the stages of a mesh hold: those already `solved`, and by their rows."""
+        rows = self.stage_plan
+        num = len(solved)
+        known = evolve(
+            rows,
+            stages=(*(one.placed for one in solved), *rows.stages[num:]),
+            peak_bytes=(*(one.sharding.peak_bytes for one in solved), *rows.peak_bytes[num:]),
+        )
+        return stage_dp.chunks_of(known)[mesh :: rows.num_meshes]
 
 
 def stage_selection(

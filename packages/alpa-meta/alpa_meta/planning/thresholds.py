@@ -151,7 +151,7 @@ def _downwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
     first = last = found.plan
     left = MAX_THRESHOLDS
     for _ in range(MAX_STEPS):
-        value = max(last.device_bytes)
+        value = max(stage_dp.device_bytes(last))
         at = functools.partial(_with_memory, found, value * (1 - 1e-6))
         below = met.best(at) or met.searched(at)
         slower = below is None or below.step_seconds > first.step_seconds * (1 + TELLING)
@@ -184,7 +184,7 @@ def _upwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
             near = middle
         else:
             far, above = middle, there
-    yield _threshold(found, "memory", max(above.device_bytes), found.plan, above)
+    yield _threshold(found, "memory", max(stage_dp.device_bytes(above)), found.plan, above)
 
 
 def _with_memory(

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_meta as alpa
+import stage_dp
 from alpa_meta.execution import meshes
 from alpa_meta.execution.meshes import move
 from resharding.jax_executor import reshard
@@ -89,7 +90,7 @@ def planned_and_needed():
     planned = alpa.parallelize(step, cluster="host:8", num_stages=2)
     x = jax.ShapeDtypeStruct((32, 64), np.float32)
     plan = planned.plan_for(jax.eval_shape(make, jax.random.key(0)), x)
-    return planned, max(plan.stage_plan.device_bytes)
+    return planned, max(stage_dp.device_bytes(plan.stage_plan))
 
 
 def test_a_plan_for_more_memory_than_jax_may_take_is_said_where_it_is_bound(may_take):

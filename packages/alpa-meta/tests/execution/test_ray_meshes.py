@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 import alpa_meta as alpa
+import stage_dp
 from alpa_interchange import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_meta.execution import ray_meshes
 from alpa_meta.execution.ray_meshes import RayMeshes, RayPool, ray_mesh
@@ -85,7 +86,7 @@ def test_a_plan_is_held_to_the_memory_that_jax_may_take_on_the_workers(
     monkeypatch, recwarn, less, warnings
 ):
     plan = alpa.parallelize(step, cluster="host:4", num_stages=1).plan_for(*SHAPES)
-    (needed,) = plan.stage_plan.device_bytes
+    (needed,) = stage_dp.device_bytes(plan.stage_plan)
     limits = (None, None) if less is None else (2 * needed, needed - less)
     pool = RayPool(RayOptions())
     monkeypatch.setattr(pool, "workers", lambda meshes: Workers(*limits))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import stage_dp
 from alpa_interchange import ParallelPlan
 from alpa_meta import InfeasibleError, Options, parallelize
 from stage_dp import step_seconds
@@ -53,7 +54,7 @@ def _swept(seed: int) -> list[tuple[float, ParallelPlan | None]]:
 
     most = planned(None)
     assert most is not None
-    top = max(most.stage_plan.device_bytes)
+    top = max(stage_dp.device_bytes(most.stage_plan))
     memories = [top * LESS**k for k in range(1, POINTS + 1)]
     return [(top, most), *((memory, planned(memory)) for memory in memories)]
 
@@ -67,7 +68,7 @@ def test_plans_with_less_memory_fit_and_are_neither_faster_nor_below_bounds(seed
             assert all(less is None for _, less in found[k:])
             break
         stages = plan.stage_plan
-        assert max(stages.device_bytes) <= memory * (1 + 1e-9)
+        assert max(stage_dp.device_bytes(stages)) <= memory * (1 + 1e-9)
         chain = [stage.candidate for stage in stages.stages]
         simulated = step_seconds(
             chain, stages.schedule, stages.in_flight, num_meshes=stages.num_meshes

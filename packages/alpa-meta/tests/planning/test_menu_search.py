@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from attrs import evolve
 
+import stage_dp
 from alpa_interchange import SubmeshSpec
 from alpa_meta import corpus
 from alpa_meta.errors import InfeasibleError
@@ -173,7 +174,7 @@ def test_the_menu_knows_what_one_program_on_all_devices_holds():
 def test_one_stage_is_searched_with_more_memory_where_it_is_short():
     free, _ = _search_of_gpt()
     assert free.within_more() is None
-    memory = 0.4 * max(free.plan.device_bytes)
+    memory = 0.4 * max(stage_dp.device_bytes(free.plan))
     short, _ = _search_of_gpt(memory=memory)
     more = short.within_more()
     assert more is not None
@@ -240,6 +241,6 @@ def test_a_pipeline_that_fits_in_less_memory_fits_in_more():
     described = cluster(SLOW)
     free = make_plan(step, described, told).plan
     for share in (0.4, 0.35):
-        memory = share * max(free.stage_plan.device_bytes)
+        memory = share * max(stage_dp.device_bytes(free.stage_plan))
         found = make_plan(step, described, evolve(told, memory=memory)).plan
-        assert max(found.stage_plan.device_bytes) <= memory * (1 + 1e-9)
+        assert max(stage_dp.device_bytes(found.stage_plan)) <= memory * (1 + 1e-9)

@@ -86,7 +86,7 @@ def test_a_plan_whose_meshes_run_several_stages_is_planned_again():
     slow = replan(made.plan, made.menu, changed_cluster(HERE, links={"intra-host": 20e9}))
     assert slow.kept_seconds is not None and here.kept_seconds is not None
     assert slow.plan.step_seconds <= slow.kept_seconds and here.kept_seconds < slow.kept_seconds
-    most = max(here.plan.device_bytes)
+    most = max(stage_dp.device_bytes(here.plan))
     less = replan(made.plan, made.menu, memory=0.95 * most)
-    assert less.changed and max(less.plan.device_bytes) <= 0.95 * most
+    assert less.changed and max(stage_dp.device_bytes(less.plan)) <= 0.95 * most
     assert less.lacking_bytes == pytest.approx(0.05 * most)
