@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from attrs import define, field
 from jax import lax
 
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, is_plain, subjaxprs
@@ -22,6 +23,16 @@ layers of GPTs from 350M to 39B, whose heads are 64 or 128 wide, the mean is fro
 """
 
 
+@define
+class _Barrier:
+    """What clones wait for, how many of the two barriers they may wait behind there are, and what
+    they read from behind them."""
+
+    cotangent: Var | None
+    made: int
+    given: dict[Var, Var] = field(factory=dict)
+
+
 class LayerClones:
     """One layer's forward equations, cloned as its backward pass comes to read their results.
 
@@ -29,6 +40,10 @@ class LayerClones:
     are, `given` is what the clones read from outside, from behind a barrier if there is to be one
     and if it is there by then: of a second gradient in the step, the forward pass may follow the
     backward pass of the first.
+
+    `numbers` says of which token slice each equation is. A clone is of the first slice of the
+    backward pass, the last one of the tokens, that needs it, and each slice has a barrier of its
+    own: behind one of all, the first would wait for the last.
     """
 
     def __init__(
@@ -39,6 +54,7 @@ class LayerClones:
         kept: Collection[Var] = (),
         *,
         barrier: bool = True,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._eqns, self._layer = layering.eqns, layer
         self._backward = layering.positions.get(("backward", layer), [])
@@ -63,37 +79,47 @@ class LayerClones:
         made = {var for k in redone for var in self._eqns[k].outvars}
         operands = (atom for k in self.redone for atom in _read(self._eqns[k]))
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
-        self._cotangent = self._last_cotangent(layering)
-        self._barriers = 0 if barrier else 2
         self._made_at = layering.made_at
         self._place = {self._eqns[k]: k for k in self._backward}
         self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
         self.clones: dict[int, JaxprEqn] = {}  # made so far, by the position of the first run
-        self._inside: dict[Var, Var] = {}  # what clones read instead
+        self._made: dict[Var, Var] = {}  # what clones read instead, of one another
         self._outside: dict[Var, Var] = {}  # what the layer's backward pass reads instead
+        self._slice: dict[int, int] = {}  # of each clone
+        self._behind: dict[int, _Barrier] = {}  # of each slice
+        slices = numbers or (0,) * len(self._eqns)
+        for number in sorted({slices[k] for k in self._backward}, reverse=True):
+            its = [k for k in self._backward if slices[k] == number]
+            read = [atom for k in its for atom in _read(self._eqns[k])]
+            self._slice.update(dict.fromkeys(self._needed(read, self._slice), number))
+            cotangent = self._last_cotangent(layering, its, set(read))
+            self._behind[number] = _Barrier(cotangent, 0 if barrier else 2)
 
     def before(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Return the clones that an equation of the backward pass is the first to need."""
         new = sorted(self._needed(_read(eqn), self._cloned))
         found: list[JaxprEqn] = []
-        if new and self._barriers < 2:
-            found = self._barrier_before(eqn, new)
+        for number in sorted({self._slice[k] for k in new}, reverse=True):
+            if self._behind[number].made < 2:
+                own = [k for k in new if self._slice[k] == number]
+                found += self._barrier_before(eqn, own, self._behind[number])
         self._cloned.update(new)
         for k in new:
-            original = self._eqns[k]
+            original, given = self._eqns[k], self._behind[self._slice[k]].given
             results = [var if is_drop(var) else Var(var.aval) for var in original.outvars]
-            self.clones[k] = _renamed(original, self._inside).replace(outvars=results)
+            self.clones[k] = _renamed(original, {**given, **self._made}).replace(outvars=results)
             found.append(self.clones[k])
             for var, result in zip(original.outvars, results, strict=True):
                 if var in self._producer:
-                    self._inside[var] = self._outside[var] = result
+                    self._made[var] = self._outside[var] = result
         return found
 
     @property
     def renamed(self) -> list[tuple[Var, Var]]:
         """Return the values that clones and readers so far read under another name, and that."""
-        return [*self._inside.items(), *self._outside.items()]
+        given = (pair for one in self._behind.values() for pair in one.given.items())
+        return [*given, *self._made.items(), *self._outside.items()]
 
     def lifetimes(self) -> dict[Var, tuple[int, int]]:
         """Return, for each result that is made again, the positions of the backward equations that
@@ -111,37 +137,43 @@ class LayerClones:
         """Return an equation of the backward pass as a reader of the clones."""
         return _renamed(eqn, self._outside)
 
-    def _barrier_before(self, eqn: JaxprEqn, new: Collection[int]) -> list[JaxprEqn]:
+    def _barrier_before(
+        self, eqn: JaxprEqn, new: Collection[int], barrier: _Barrier
+    ) -> list[JaxprEqn]:
         """Return the barrier of the first clones. The last layer, which no other gives a cotangent,
         has another in front of its first products: it waits for what the loss and the head of a
         model, which are part of that layer, have come to by then."""
-        place = self._place[eqn]
-        if self._cotangent is not None:
-            self._barriers = 2
-            return self._barrier(place)
-        if self._barriers and not any(_multiplies(self._eqns[k]) for k in new):
+        multiplies = any(_multiplies(self._eqns[k]) for k in new)
+        if barrier.cotangent is not None or multiplies:
+            barrier.made = 2
+        elif barrier.made:
             return []
-        self._barriers += 1
-        if any(_multiplies(self._eqns[k]) for k in new):
-            self._barriers = 2
+        else:
+            barrier.made = 1
+        if barrier.cotangent is None and multiplies:
             own = (atom for atom in _read(eqn) if atom in self._own and is_plain(atom))
-            self._cotangent = next(own, None)
-        return self._barrier(place)
+            barrier.cotangent = next(own, None)
+        return self._made_barrier(self._place[eqn], barrier)
 
-    def _barrier(self, place: int) -> list[JaxprEqn]:
-        """Return equations for what the clones read and what is made before `place`, available
-        with the layer's cotangent."""
+    def _made_barrier(self, place: int, barrier: _Barrier) -> list[JaxprEqn]:
+        """Return equations for what the barrier's clones read and what is made before `place`,
+        available with the layer's cotangent."""
+        its = (k for k in self.redone if self._behind[self._slice[k]] is barrier)
+        read = {atom for k in its for atom in _read(self._eqns[k])}
         held = [
             var
             for var in self.given
-            if (is_plain(var) or _is_key(var)) and self._made_at.get(var, -1) < place
+            if var in read
+            and (is_plain(var) or _is_key(var))
+            and self._made_at.get(var, -1) < place
         ]
         behind = [Var(var.aval) for var in held]
-        self._inside.update(zip(held, behind, strict=True))
-        if self._cotangent is not None:
-            self._outside[self._cotangent] = Var(self._cotangent.aval)
-            held.append(self._cotangent)
-            behind.append(self._outside[self._cotangent])
+        barrier.given.update(zip(held, behind, strict=True))
+        cotangent = barrier.cotangent
+        if cotangent is not None:
+            self._outside[cotangent] = Var(cotangent.aval)
+            held.append(cotangent)
+            behind.append(self._outside[cotangent])
         return equations_of(_behind_barrier, held, behind) if held else []
 
     def _needed(self, atoms: Iterable[Var], known: Collection[int] = ()) -> set[int]:
@@ -155,11 +187,12 @@ class LayerClones:
                 pending += _read(self._eqns[k])
         return found
 
-    def _last_cotangent(self, layering: Layering) -> Var | None:
-        """Return what the layer's backward pass is given last by other layers, before it needs
-        clones; None for the last layer."""
-        begins = next((k for k in self._backward if self._needed(_read(self._eqns[k]))), 0)
-        read = {atom for k in self._backward for atom in _read(self._eqns[k])}
+    def _last_cotangent(
+        self, layering: Layering, own: Sequence[int], read: Collection[Var]
+    ) -> Var | None:
+        """Return what equations of the layer's backward pass, which `read` it, are given last by
+        other layers, before they need clones; None for the last layer."""
+        begins = next((k for k in own if self._needed(_read(self._eqns[k]))), 0)
         for k in range(begins - 1, -1, -1):
             if layering.phases[k] == "backward" and layering.layers[k] != self._layer:
                 results: list[Var] = self._eqns[k].outvars

@@ -36,6 +36,7 @@ from alpa_meta.inter_op.scan_recomputation import (
 from alpa_meta.inter_op.stacks import stacks_of
 from alpa_meta.options import Recomputation
 from alpa_meta.step.program import Program
+from alpa_meta.token_slices.staged import slice_numbers
 
 
 def chosen_recomputation(given: Recomputation, num_layers: int) -> dict[int, str]:
@@ -75,7 +76,8 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
             layering = with_recomputed_scan(layering, scan, layer, kind == "selective", results)
         for scan in layer_scans(layering, layer, stacked):
             in_scans.update(scan.outvars)
-    again = _clones(layering, chosen, in_scans)
+    numbers = slice_numbers(program, layering) if program.slices is not None else None
+    again = _clones(layering, chosen, in_scans, numbers)
     eqns: list[JaxprEqn] = []
     phases: list[str] = []
     layers: list[int | None] = []
@@ -109,7 +111,10 @@ _NONE: frozenset[int | None] = frozenset()
 
 
 def _clones(
-    layering: Layering, chosen: Mapping[int, str], kept: Collection[Var]
+    layering: Layering,
+    chosen: Mapping[int, str],
+    kept: Collection[Var],
+    numbers: Sequence[int] | None = None,
 ) -> dict[int, LayerClones]:
     again: dict[int, LayerClones] = {}
     held = _read_by(layering)
@@ -117,7 +122,8 @@ def _clones(
         made = (var for eqn in layering.of("forward", layer) for var in eqn.outvars)
         spared = {*kept, *(var for var in made if held.get(var, _NONE) - {layer})}
         spared |= own_recomputed(layering, layer)
-        again[layer] = LayerClones(layering, layer, chosen[layer] == "selective", spared)
+        selective = chosen[layer] == "selective"
+        again[layer] = LayerClones(layering, layer, selective, spared, numbers=numbers)
         for var in again[layer].given:
             held.setdefault(var, set()).add(layer)
     return again

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.step.program import Program
 
 
-def slice_numbers(program: Program, staging: Staging) -> tuple[int, ...]:
+def slice_numbers(program: Program, staging: Staging | Layering) -> tuple[int, ...]:
     """Return the slice of each equation; 0 in the update, and where sequences are not cut.
 
     What was added to the slices' own equations (cuts of the batch, copies of constants in the stage

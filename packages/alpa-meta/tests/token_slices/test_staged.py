@@ -13,7 +13,13 @@ import stage_dp
 from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.errors import PlanError
+from alpa_meta.operators.elementwise import is_barrier
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.report.predicted_simulation import predicted_simulation
+from alpa_meta.step.program import Step
+from alpa_meta.token_slices.places import SliceRequest
+from alpa_meta.token_slices.staged import slice_numbers
+from cost_model import cluster
 
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
 
@@ -224,3 +230,22 @@ def test_equal_slices_of_a_recurrence_share_programs_which_are_compiled_once():
     ):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)
     assert sliced.executable.audit().ok
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_what_a_slice_recomputes_waits_for_no_later_one(kind):
+    """A barrier of all slices of a layer made its whole backward pass the first slice's: GPT-2.6B
+    of 8 layers took 93 ms a step in 4 stages and slices, where it takes 64."""
+    model = Model(num_layers=3)
+    step, args = step_and_arguments(model)
+    sliced = Step(step, args).in_slices(SliceRequest(count=4))
+    outlook, _ = outlook_of(sliced.program(1), alpa.Options(recompute=kind), cluster("host:2"))
+    program, staging = outlook.program, outlook.staging
+    numbers, backward = slice_numbers(program, staging), 0
+    for eqn, phase, number in zip(staging.eqns, staging.phases, numbers, strict=True):
+        own = {program.slice_of[var] for var in eqn.outvars if var in program.slice_of}
+        if phase == "backward" and own:
+            assert own == {number}
+            backward += 1
+    barriers = [n for e, n in zip(staging.eqns, numbers, strict=True) if is_barrier(e)]
+    assert backward and set(barriers) == {0, 1, 2, 3}
