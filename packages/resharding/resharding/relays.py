@@ -14,7 +14,7 @@ Chains need no waiting for a copy to end, so they take all but the last parts of
 several latencies. How large the groups are: `waves`.
 
 Or equal parts follow each other, each as soon as the one before it has left, which takes no latency
-(`course`), in a row for every pair of hosts. All rows of a host share its card evenly: each brings
+(`course`), in a row for every pair of cards. All rows of a card share it evenly: each brings
 an entry 1/A of what the card sends, which it passes on as fast.                 -> paced_waves()
 """
 
@@ -135,7 +135,7 @@ class _Relays:
     links: Links
     ordered: bool  # copies from host to host follow each other
     transfers: list[Transfer] = field(factory=list)
-    lasts: dict[tuple[int, int], int] = field(factory=dict)  # by hosts: the last copy
+    lasts: dict[tuple[int, int], int] = field(factory=dict)  # by cards: the last copy
     sent_by: dict[int, float] = field(factory=dict)  # bytes by device
     taken: dict[int, float] = field(factory=dict)  # bytes by entry host
 
@@ -212,8 +212,8 @@ class _Relays:
 
     def add(self, part: Delivery, sender: int, receiver: int, after: tuple[int, ...]) -> int:
         """Add a copy; return its number."""
-        way = self.links.host_of[sender], self.links.host_of[receiver]
-        if self.ordered and way[0] != way[1]:
+        way = self.links.cards_out[sender], self.links.cards_in[receiver]
+        if self.ordered and self.links.host_of[sender] != self.links.host_of[receiver]:
             if way in self.lasts:
                 after = tuple(sorted({*after, self.lasts[way]}))
             self.lasts[way] = len(self.transfers)
