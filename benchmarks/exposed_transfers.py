@@ -112,7 +112,7 @@ def work(
             trace="blocking",
         )
         number += 1
-        _, trace = worker.step(step)
+        _, trace, _ = worker.step(step)
         program = schedules[name].programs[stage]
         pipe.send(
             [

@@ -80,6 +80,11 @@ def test_a_cluster_that_is_not_there_is_named():
     )
     with pytest.raises(alpa.PlanError, match="no Ray cluster answers at 127.0.0.1:9"):
         program(make(jax.random.key(0)), batch(0))
+    with pytest.raises(alpa.PlanError, match="no Ray cluster answers at 127.0.0.1:9"):
+        program.init(make, jax.random.key(0), batch=batch(0))
+    assert "not planned yet" in repr(program)  # planning may take minutes
+    plan = program.plan_for(make(jax.random.key(0)), batch(0))  # which needs no cluster
+    assert plan.num_stages == 1
 
 
 def halve(x, batch):

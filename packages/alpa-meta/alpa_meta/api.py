@@ -105,8 +105,6 @@ class ParallelStep(Generic[P, R]):
     def _name(self) -> str:
         return getattr(self._function, "__name__", type(self._function).__name__)
 
-    # ------------------------------------------------------------------ planning
-
     @functools.cached_property
     def cluster(self) -> ClusterSpec:
         """The cluster planned for: as given, or the devices of this process."""
@@ -132,11 +130,13 @@ class ParallelStep(Generic[P, R]):
 
     def lower(self, *args: PyTree, **keywords: PyTree) -> Lowered:
         """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
-        return self._lowered(self._pure(positional(self._function, args, keywords)))
+        return self._lowered(self._pure(positional(self._function, args, keywords)), runs=False)
 
-    def _lowered(self, call: PureCall) -> Lowered:
+    def _lowered(self, call: PureCall, runs: bool = True) -> Lowered:
         key = self._key(call)
         if key not in self._cache:
+            if runs and self._pool is not None:
+                self._pool.check_reachable()
             step = self._traced(call)
             self._cache[key] = (step, Lowered(self._planned(step), self.options, self._pool), call)
         self._latest = key
@@ -253,8 +253,6 @@ class ParallelStep(Generic[P, R]):
             lowered = Lowered(self._planned(step), self.options, self._pool)
             self._cache[key] = (step, lowered, call)
 
-    # ------------------------------------------------------------------ running
-
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> R:
         """Return what the plain step returns, computed by the plan."""
         given = positional(self._function, args, keywords)
@@ -329,7 +327,8 @@ class ParallelStep(Generic[P, R]):
         """
         unborn = Unborn(make, args)
         if batch is not None:
-            self.lower(*of_state_and_batch(self._function, unborn.shapes(), batch))
+            given = of_state_and_batch(self._function, unborn.shapes(), batch)
+            self._lowered(self._pure(given))
             return self._birth(unborn)
         if self._latest is not None and self._matches(unborn):
             return self._birth(unborn)

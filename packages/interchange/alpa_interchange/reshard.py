@@ -72,7 +72,8 @@ class Transfer:
     receivers in the given order in `num_chunks` pieces, "gather" is an all-gather among the
     receivers of pieces that earlier transfers (`after`, indices into the plan) delivered, "reduce"
     runs a chain backwards: each receiver adds its summand of an unreduced source, and the last one
-    has the sum; "local" stays on the device. A transfer starts once all of `after` have finished.
+    has the sum; "local" stays on the device. A transfer starts once all of `after` have finished;
+    those that its sender's host sends to others need only have left.
     """
 
     method: str = field(validator=OneOf(*TRANSFER_METHODS))

@@ -24,9 +24,10 @@ from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, val
 from mesh_runtime.pacing import Pace
 from mesh_runtime.ray_checkpoints import restore_remote, save_remote
 from mesh_runtime.ray_connection import check_reachable
+from mesh_runtime.ray_options import RayOptions
 from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_runtime import RayRuntime
-from mesh_runtime.ray_workers import RayOptions, RayWorkers
+from mesh_runtime.ray_workers import RayWorkers
 from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
 from mesh_runtime.runtime import (
     Array,

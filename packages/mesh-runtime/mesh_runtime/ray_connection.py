@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -131,8 +132,12 @@ def check_address(address: str | None, name: str = "RayOptions.address") -> None
 
 def check_reachable(address: str | None) -> None:
     """Refuse an address "host:port" where nobody listens, which takes Ray minutes, and "auto" where
-    no cluster runs on this machine; where one does, this process is then connected to it."""
-    if address == "auto":
+    no cluster runs on this machine; where one does, this process is then connected to it. A process
+    that is connected already is refused another address."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        _check_connected(ray.get_runtime_context().gcs_address, address)
+    elif address == "auto":
         import ray
 
         try:

@@ -22,7 +22,7 @@ from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.transfers import TransportMaker
 
 if TYPE_CHECKING:
-    from mesh_runtime.ray_workers import RayOptions
+    from mesh_runtime.ray_options import RayOptions
 
 Where: TypeAlias = tuple[int, int]
 """The number of a mesh, and of a host of it."""

@@ -23,8 +23,9 @@ from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import Layout, Tiles, plain_spec, whole_of
 from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
 from mesh_runtime.order import check_schedule, value_name
+from mesh_runtime.ray_options import RayOptions
 from mesh_runtime.ray_placement import RayMesh
-from mesh_runtime.ray_workers import RayOptions, RayWorkers, Worker
+from mesh_runtime.ray_workers import RayWorkers, Worker
 from mesh_runtime.remote_array import Buffer, RemoteArray, fetched
 from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.step_inputs import InputSorter, taken_along
@@ -248,6 +249,9 @@ class RayRuntime:
 
         calls = [(worker, work_of(worker)) for worker in self.workers.workers]
         results = self.workers.work("step", calls)
+        for _, (*_, left) in results:
+            if self.workers.memory is not None:
+                self.workers.memory.give_back(left)
         self._note_overwritten(loaded, [*batch.items(), *resident.items()], inputs.bound)
         made = self._outputs(loaded, kept, returned, results)
         self._keep_resident(loaded, resident, made)
@@ -337,7 +341,7 @@ class RayRuntime:
     ) -> dict[str, RemoteArray]:
         """Return handles of what a step left on the workers, and of what it sent back."""
         tiles: dict[str, Tiles] = {}
-        for _, (given, _) in results:
+        for _, (given, *_) in results:
             for name, parts in given.items():
                 tiles.setdefault(name, []).extend(parts)
         made = {}
@@ -389,7 +393,7 @@ class RayRuntime:
                 start - origin,
                 stop - origin,
             )
-            for worker, (_, trace) in results
+            for worker, (_, trace, _) in results
             if worker.host == 0
             for k, start, stop in trace
         ]

@@ -18,7 +18,7 @@ from mesh_runtime.handshake import identity
 from mesh_runtime.heartbeats import Progress
 from mesh_runtime.object_store_link import Bytes, ObjectStoreLink
 from mesh_runtime.program_cache import keep_programs
-from mesh_runtime.ray_workers import RayOptions
+from mesh_runtime.ray_options import RayOptions
 from mesh_runtime.transfers import Transport, TransportMaker
 from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name

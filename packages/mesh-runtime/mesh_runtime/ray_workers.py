@@ -18,17 +18,18 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 from numpy.typing import NDArray
 
-from alpa_interchange.check import non_negative, positive
+from mesh_runtime.driver_memory import DriverMemory, can_share
 from mesh_runtime.gpu_plane import GpuPair, GpuTransportMaker
 from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.host_batches import HostBatches
 from mesh_runtime.layout import Tiles, whole_of
-from mesh_runtime.ray_connection import check_address, connect
-from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
+from mesh_runtime.ray_connection import connect
+from mesh_runtime.ray_options import RayOptions
+from mesh_runtime.ray_placement import RayMesh, bundles_of, reserve
 from mesh_runtime.ray_processes import Processes
 from mesh_runtime.remote_array import Buffer
 from mesh_runtime.runtime import StepError, WorkerError
@@ -46,50 +47,7 @@ _STANDBY_SECONDS = 5.0
 """Within which what stands by must answer to take a failed worker's place, before others are
 started in the ordinary way: an idle process answers within 0.1 s."""
 _LOOPBACK = "127.0.0.1"
-DATA_PLANES = ("auto", "sockets", "object-store")
 _LOG = logging.getLogger("mesh_runtime")
-
-
-@frozen(kw_only=True)
-class RayOptions:
-    """How workers are started and how long they may take.
-
-    `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
-    names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
-    has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words. Workers
-    compile with this process's XLA_FLAGS and have 64-bit types if it does, unless `environment`
-    says otherwise.
-
-    With `stand_by`, steps that survive failures have a process in reserve for each of their own: it
-    takes 0.25 GB of memory, and saves starting Python and importing jax when a worker fails.
-
-    Values go from mesh to mesh between GPUs where all workers can (`data_plane="auto"`), else
-    through the memory of hosts: over "sockets", or Ray's "object-store", which is slower but needs
-    no connections between nodes. With `checksum` they carry a CRC32 and go through hosts.
-    """
-
-    address: str | None = None
-    platform: str | None = None
-    placement: str = "SPREAD"
-    cpus_per_actor: float = field(default=1.0, validator=non_negative)  # of meshes made of a plan
-    environment: Mapping[str, str] = field(factory=dict, hash=False)  # variables for the workers
-    start_timeout: float = field(default=300.0, validator=positive)  # seconds
-    step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
-    replace_timeout: float = field(default=60.0, validator=positive)  # seconds, for room after loss
-    heartbeat_seconds: float = field(default=1.0, validator=positive)  # between questions
-    heartbeat_timeout: float = field(default=8.0, validator=positive)  # without an answer
-    stand_by: bool = True
-    data_plane: str = "auto"
-    checksum: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        check_address(self.address)
-        for name, value, known in (
-            ("data_plane", self.data_plane, DATA_PLANES),
-            ("placement", self.placement, PLACEMENTS),
-        ):
-            if value not in known:
-                raise ValueError(f"RayOptions.{name} must be one of {known}, got {value!r}")
 
 
 @frozen
@@ -144,6 +102,7 @@ class RayWorkers:
         self.ray: Any = ray
         self.transport = transport
         self.between_gpus = False
+        self.memory: DriverMemory | None = None  # for what workers are sent, if all can map it
         self._connected: set[tuple[int, int]] = set()  # meshes between whose GPUs values may go
         self.closed = ""
         self.workers: list[Worker] = []
@@ -363,6 +322,11 @@ class RayWorkers:
         self.between_gpus = not obstacle
         way = f"through the memory of hosts: {obstacle}" if obstacle else "from GPU to GPU"
         _LOG.info("values go from mesh to mesh %s", way)
+        if alone and can_share():
+            memory = DriverMemory()
+            probe = memory.probe()
+            if all(found for _, found in self.work("reaches", [(w, probe) for w in self.workers])):
+                self.memory = memory
 
     def _gpu_obstacle(self) -> str:
         """Return why values do not go from GPU to GPU; "" if they do."""

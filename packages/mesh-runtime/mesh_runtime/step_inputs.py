@@ -17,6 +17,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from mesh_runtime.boundary import check_present, destinations
+from mesh_runtime.driver_memory import MappedShare
 from mesh_runtime.host_batches import HostLeaf, HostRead
 from mesh_runtime.layout import HostTiles, host_tiles
 from mesh_runtime.loaded_plan import LoadedPlan
@@ -43,15 +44,23 @@ class StepInputs:
     shares: Shares
     reads: list[dict[str, HostRead]]
 
-    def stored(self, workers: RayWorkers) -> dict[HostTiles, Any]:
-        """Return references to the large shares that several hosts are sent: they are copied into
-        the object store once."""
+    def stored(self, workers: RayWorkers) -> StoredShares:
+        """Copy large shares to where hosts find them, once: into memory that all workers map, or
+        those that several are sent into the object store."""
         counts = Counter(one for shares in self.shares.values() for one in shares.values())
-        return {
-            one: workers.ray.put(one)
-            for one, count in counts.items()
-            if count > 1 and one.nbytes > _INLINE
-        }
+        large = {one: count for one, count in counts.items() if one.nbytes > _INLINE}
+        memory = workers.memory
+        if memory is not None:
+            return StoredShares({}, {one: memory.share(one, n) for one, n in large.items()})
+        return StoredShares({one: workers.ray.put(one) for one, n in large.items() if n > 1}, {})
+
+
+@frozen
+class StoredShares:
+    """Shares that do not go along with calls: in the object store, or mapped by workers."""
+
+    references: dict[HostTiles, Any]
+    mapped: dict[HostTiles, MappedShare]
 
 
 @frozen
@@ -160,9 +169,9 @@ class InputSorter:
 
 
 def taken_along(
-    worker: Worker, shares: Shares, stored: Mapping[HostTiles, Any]
-) -> tuple[dict[str, HostTiles], dict[str, Any]]:
+    worker: Worker, shares: Shares, stored: StoredShares
+) -> tuple[dict[str, HostTiles | MappedShare], dict[str, Any]]:
     """Return what a worker is sent with its call, and references to what it takes from a store."""
-    own = shares[worker.mesh, worker.host]
-    inline = {name: one for name, one in own.items() if one not in stored}
-    return inline, {name: stored[one] for name, one in own.items() if one in stored}
+    own, kept = shares[worker.mesh, worker.host], stored.references
+    inline = {name: stored.mapped.get(one, one) for name, one in own.items() if one not in kept}
+    return inline, {name: kept[one] for name, one in own.items() if one in kept}

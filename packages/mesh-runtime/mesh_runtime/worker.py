@@ -25,6 +25,7 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.carry import parts_of
 from mesh_runtime.device_memory import memory_of
+from mesh_runtime.driver_memory import MappedMemory, MappedShare, Place
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.gpu_plane import GpuPair, GpuPlane, GpuTransport, GpuTransportMaker
 from mesh_runtime.heartbeats import Doing
@@ -105,6 +106,7 @@ class MeshWorker:
         self._made: dict[ExportedProgram, LoadedProgram] = {}
         self._shardings: dict[Layout, NamedSharding] = {}
         self._readers: dict[int, RowReader] = {}
+        self._mapped = MappedMemory()
 
     @property
     def name(self) -> str:
@@ -139,6 +141,10 @@ class MeshWorker:
     def gpu_identities(self, count: int) -> list[bytes]:
         """Return what the workers of `count` new pairs of meshes know each other by."""
         return self.gpus.identities(count)
+
+    def reaches(self, place: Place, token: bytes) -> bool:
+        """Return whether files in the memory of the driver can be mapped here."""
+        return self._mapped.reaches(place, token)
 
     def route(self, plan: str, moves: Moves, pairs: Sequence[GpuPair] = ()) -> None:
         """Learn by which plans the values of a program come to this mesh and go from it, and meet
@@ -177,8 +183,9 @@ class MeshWorker:
 
     def step(
         self, step: WorkerStep, *shared: HostTiles
-    ) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
-        """Execute a program once; return this host's tiles of what is returned, and the trace.
+    ) -> tuple[dict[str, Tiles], list[tuple[int, float, float]], tuple[int, ...]]:
+        """Execute a program once; return this host's tiles of what is returned, the trace, and the
+        numbers of the driver's files that were let go.
 
         The trace holds (position, start, stop) in seconds since the epoch.
         """
@@ -190,7 +197,8 @@ class MeshWorker:
         state.held = {name: self._array(number) for name, number in step.bound.items()}
         given = (*step.placed.items(), *zip(step.shared, shared, strict=True))
         for name, share in (*given, *self._read(loaded, step.reads)):
-            state.held.update(share.parts(name))
+            found = self._mapped.tiles(share) if isinstance(share, MappedShare) else share
+            state.held.update(found.parts(name))
         try:
             self._post_receives(state)
             for position, instruction in enumerate(loaded.instructions):
@@ -215,7 +223,7 @@ class MeshWorker:
                 left.receiving.cancel()
             timings = recorder.finish()
         trace = [(one.position, origin + one.start, origin + one.stop) for one in timings]
-        return outputs, trace
+        return outputs, trace, self._mapped.take_left()
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, Tiles]:
         """Return this host's tiles of arrays."""

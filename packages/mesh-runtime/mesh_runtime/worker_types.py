@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from alpa_interchange.document import to_json
 from alpa_interchange.reshard import PlacedTensor
 from alpa_interchange.schedule import PipelineSchedule
+from mesh_runtime.driver_memory import MappedShare
 from mesh_runtime.host_batches import HostRead
 from mesh_runtime.layout import HostTiles, Layout, plain_spec
 from mesh_runtime.runtime import Executable
@@ -48,7 +49,7 @@ class WorkerStep:
     plan: str
     number: int
     bound: Mapping[str, int]
-    placed: Mapping[str, HostTiles]
+    placed: Mapping[str, HostTiles | MappedShare]
     kept: Mapping[str, int]
     returned: tuple[str, ...]
     stacked: Mapping[str, int] = field(factory=dict)

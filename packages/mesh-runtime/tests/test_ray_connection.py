@@ -148,6 +148,16 @@ def test_an_address_where_nobody_listens_is_one_line(host):
         check_reachable(f"{host}:1")
 
 
+def test_a_process_that_is_connected_is_refused_another_address(monkeypatch):
+    context = SimpleNamespace(gcs_address="192.0.2.7:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for address in (None, "auto", "192.0.2.7:6379"):
+        check_reachable(address)
+    with pytest.raises(WorkerError, match="at 192.0.2.7:6379, not to 127.0.0.1:1"):
+        check_reachable("127.0.0.1:1")
+
+
 def test_a_machine_without_a_cluster_is_one_line(monkeypatch):
     def init(**settings):
         raise ConnectionError("Could not find any running Ray instance.")

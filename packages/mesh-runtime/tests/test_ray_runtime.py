@@ -202,20 +202,24 @@ def _calls_of_this_package(action):
 
 @pytest.mark.ray
 @needs_ray
-def test_two_hosts_that_read_the_same_large_batch_take_it_from_the_store(pipeline, nodes):
+@pytest.mark.parametrize("mapped", [True, False])
+def test_two_hosts_that_read_the_same_large_batch_take_it_from_one_place(pipeline, nodes, mapped):
     job = evolve(pipeline(1, 8), width=1024)  # 131 kB of x, which Ray does not send with a call
     local = [
         Mesh(np.array(jax.devices()[:2]).reshape(1, 2), NAMES, axis_types=(AxisType.Auto,) * 2)
     ]
     reference = InProcessRuntime(local)
     runtime = RayRuntime([RayMesh(shape=(1, 2), axis_names=NAMES, num_hosts=2)], **HANDED_IN)
+    assert runtime.workers.memory is not None  # all are on this machine
+    if not mapped:
+        runtime.workers.memory = None
     losses = []
     try:
         for one, give in ((reference, job.batch), (runtime, job.batch), (runtime, job.whole)):
             contract = {"outputs": job.outputs, "carry": job.carry}
             one.load(job.schedule, job.exported(local), job.specs, **contract)
             one.put(job.state())
-            losses.append([float(one.step(give(step))[job.outputs[0]]) for step in range(2)])
+            losses.append([float(one.step(give(step))[job.outputs[0]]) for step in range(4)])
     finally:
         runtime.close()
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # gloo adds in another order

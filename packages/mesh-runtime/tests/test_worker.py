@@ -141,7 +141,7 @@ def test_workers_that_share_nothing_but_sockets_train_like_one_process(pipeline,
         results = step_all(team, loaded, job, number, "blocking")
         ((box, loss),) = results[1][0][job.outputs[0]]
         assert box == () and loss == runtime.step(job.batch(number))[job.outputs[0]]
-        assert [len(trace) for _, trace in results] == [
+        assert [len(trace) for _, trace, _ in results] == [
             len(program) for program in job.schedule.programs
         ]
     for index, name in enumerate(("w0", "w1")):

@@ -10,14 +10,16 @@
 
 Flows that run at once share each port (a card or a device, in one direction) max-min fairly. A
 transfer starts when all of `after` are done and, by the issue model of the network, every earlier
-transfer of its hosts ("host") or devices ("device") is done.
+transfer of its hosts ("host") or devices ("device") is done. Those of `after` that leave the host
+of its sender, and bring its sender nothing, only go first: it starts when their bytes have left,
+without waiting for them to arrive.                                               -> goes_first()
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from attrs import frozen
@@ -27,6 +29,8 @@ from resharding.coverage import PlanError
 from resharding.fluid import Fluid
 from resharding.network import Links
 from resharding.traffic import edge_bytes, edges
+
+_SENT_BY_ONE = ("copy", "broadcast")
 
 
 class Watcher(Protocol):
@@ -90,7 +94,12 @@ def least_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], link
         for port, times in zip(demand.ports, demand.times, strict=True):
             carried[port] += demand.num_bytes * times
         alone = demand.num_bytes / demand.alone + demand.tail
-        ends.append(alone + max((ends[k] for k in transfer.after if k < len(ends)), default=0.0))
+        before = [
+            ends[k] - demands[k].tail * goes_first(transfers[k], transfer, links.host_of)
+            for k in transfer.after
+            if k < len(ends)
+        ]
+        ends.append(alone + max(before, default=0.0))
         for lane in lanes_of(transfer, links):
             blocked[lane] = blocked.get(lane, 0.0) + alone
     ports = max((amount / links.rate[port] for port, amount in enumerate(carried)), default=0.0)
@@ -98,13 +107,14 @@ def least_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], link
 
 
 def level_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], links: Links) -> float:
-    """Return the time of transfers level by level: those that wait for nothing, those that wait for
-    them, ...; a level takes what its busiest port does, and its longest tail."""
+    """Return the time of transfers level by level: those that wait for none to arrive, those that
+    wait for them, ...; a level takes what its busiest port does, and its longest tail."""
     level_of: list[int] = []
     carried: list[dict[int, float]] = []
     tails: list[float] = []
     for transfer, demand in zip(transfers, demands, strict=True):
-        level = max((level_of[k] + 1 for k in transfer.after), default=0)
+        before = [(k, goes_first(transfers[k], transfer, links.host_of)) for k in transfer.after]
+        level = max((level_of[k] + (not first) for k, first in before), default=0)
         level_of.append(level)
         if level == len(tails):
             carried.append({})
@@ -115,6 +125,20 @@ def level_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], link
     return sum(tails) + sum(
         max((amount / links.rate[port] for port, amount in each.items()), default=0.0)
         for each in carried
+    )
+
+
+def goes_first(earlier: Transfer, later: Transfer, host_of: Mapping[int, int]) -> bool:
+    """Return whether `later`, which names `earlier`, waits only for its bytes to leave their host.
+
+    Whoever sends both knows when that is: `HostTransport` has then written or served them, and in
+    the streams of NCCL the next send follows.
+    """
+    return (
+        earlier.method in _SENT_BY_ONE
+        and later.method in _SENT_BY_ONE
+        and later.sender not in earlier.receivers
+        and host_of[later.sender] == host_of[earlier.sender]
     )
 
 
@@ -157,6 +181,7 @@ class _Course:
         self.lanes = [lanes_of(transfer, links) for transfer in transfers]
         self.waits = [0] * len(transfers)  # lanes where others are before it, and `after`
         self.dependents: list[list[int]] = [[] for _ in transfers]
+        self.followers: list[list[int]] = [[] for _ in transfers]  # start when it has left
         for index, transfer in enumerate(transfers):
             for lane in self.lanes[index]:
                 queue = self.queues.setdefault(lane, [])
@@ -165,7 +190,9 @@ class _Course:
             for earlier in transfer.after:
                 if not 0 <= earlier < len(transfers):
                     raise PlanError(f"transfer {index} waits for transfer {earlier}, which is none")
-                self.dependents[earlier].append(index)
+                first = goes_first(transfers[earlier], transfer, links.host_of)
+                first = first and demands[earlier].num_bytes > 0
+                (self.followers if first else self.dependents)[earlier].append(index)
                 self.waits[index] += 1
         self.heads = dict.fromkeys(self.queues, 0)
 
@@ -195,9 +222,10 @@ class _Course:
                 )
             elapsed, now = horizon - now, horizon
             tolerance = 1e-12 * max(now, 1e-9)
+            ready, finished = [], []
             for index in fluid.advance(elapsed, tolerance):
                 heapq.heappush(tails, (now + self.demands[index].tail, index))
-            ready, finished = [], []
+                ready += self._freed(self.followers[index])
             while tails and tails[0][0] <= now + tolerance:
                 finished.append(heapq.heappop(tails)[1])
             for index in sorted(finished):
@@ -214,6 +242,10 @@ class _Course:
         for lane in self.lanes[index]:
             self.heads[lane] += 1
             unblocked += self.queues[lane][self.heads[lane] : self.heads[lane] + 1]
+        return self._freed(unblocked)
+
+    def _freed(self, unblocked: Sequence[int]) -> list[int]:
+        """Take a wait from each of `unblocked`; return those that may start now."""
         for other in unblocked:
             self.waits[other] -= 1
         return [other for other in dict.fromkeys(unblocked) if not self.waits[other]]

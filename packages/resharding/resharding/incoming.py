@@ -40,6 +40,7 @@ class HostReceiving:
         self.missing = {number: sender for number, (sender, _) in part.received.items()}
         self.passing = {number: to for number, (_, to) in part.received.items() if to}
         self.waiting: dict[int, Callable[[], None]] = {}  # what fetches a box, once it may
+        self._targets: dict[int, Region] = {}
         self.wanted = 0.0  # since when somebody waits for it
         self.error: Exception | None = None
 
@@ -61,10 +62,14 @@ class HostReceiving:
 
     def target(self, number: int) -> Region:
         """Return where a received box belongs."""
+        found = self._targets.get(number)
+        if found is not None:
+            return found
         box = self.part.boxes[number]
         for tile, memory in (self.tiles or {}).items():
             if tile.contains(box):
-                return region_of(memory, tile, box, self.width)
+                self._targets[number] = found = region_of(memory, tile, box, self.width)
+                return found
         raise TransportError(f"no tile that is needed contains {box.start}..{box.stop}")
 
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,6 +44,7 @@ class _Published:
     region: Region
     there: set[int] | None = None
     gone: str = ""
+    left: int = 0  # bytes that were sent
 
 
 class HostSending:
@@ -52,6 +53,7 @@ class HostSending:
     def __init__(self, name: str, key: str, waits_for: dict[int, str]) -> None:
         self.waits_for = waits_for
         self.waiting: dict[int, tuple[str, Region]] = {}  # boxes that others go before
+        self.left: set[int] = set()  # boxes that are sent, though perhaps not there yet
         self.go_on: Callable[[], None] = lambda: None  # offers those that may be sent now
         self._name, self._key = name, key
         self._taken = False
@@ -88,6 +90,10 @@ class HostSending:
             self._moved = time.monotonic()
             self._changed.notify_all()
             return not self.waits_for
+
+    def may_go(self, before: Iterable[int]) -> bool:
+        """Return whether all boxes that go `before` another have left."""
+        return not any(k in self.waits_for and k not in self.left for k in before)
 
     def fail(self, error: Exception, peer: str = "") -> None:
         """End it with an error, if it waits for `peer`."""
@@ -227,7 +233,24 @@ class Outgoing:
             )
             if self._shared.closed or found.gone:
                 raise TransportError(found.gone or f"{self._shared.name} was closed")
-        return found.region.views(begin, end)
+        return self._sent(found, key, number, begin, end)
+
+    def _sent(
+        self, found: _Published, key: str, number: int, begin: int, end: int
+    ) -> Iterator[memoryview]:
+        """Yield bytes; whoever has sent the last of a box asks for more, and has it noted."""
+        yield from found.region.views(begin, end)
+        self._note_left(found, key, number, end - begin)
+
+    def _note_left(self, found: _Published, key: str, number: int, amount: int) -> None:
+        """Bytes of a box have left: what goes behind it may be offered when all have."""
+        with self._changed:
+            found.left += amount
+            sending = self._sendings.get(key)
+            if sending is None or not sending.waiting or found.left < found.region.nbytes:
+                return
+            sending.left.add(number)
+        sending.go_on()
 
     def write(self, peer: str, header: dict[str, Any]) -> None:
         """Write boxes into tiles of a peer, as it asks; tell it which could not be."""
@@ -242,11 +265,13 @@ class Outgoing:
                 memory = self._link.mapped(peer, int(block), int(file), int(size))
                 target = region_of(memory[: tile.size * width], tile, box, width)
                 with self._changed:
-                    source = self._published[key, peer, number].region
-                target.view[...] = source.view.reshape(box.shape)
+                    found = self._published[key, peer, number]
+                target.view[...] = found.region.view.reshape(box.shape)
             except (OSError, ValueError, KeyError):
                 answer["done"] = False  # it fetches the box by another way
             self._link.post(peer, answer)
+            if answer["done"]:
+                self._note_left(found, key, number, found.region.nbytes)
 
     def lose(self, peer: str, why: str) -> None:
         """Fail what waits for a peer, or for all (""), that is gone."""
@@ -277,7 +302,7 @@ class Outgoing:
             with self._changed:
                 for number, peer in sending.waits_for.items():
                     large = regions[number].nbytes > (self._link.most_inline or 0)
-                    if large and any(k in sending.waits_for for k in part.waits.get(number, ())):
+                    if large and not sending.may_go(part.waits.get(number, ())):
                         sending.waiting[number] = peer, regions[number]
                 sending.go_on = functools.partial(self._offer_ready, sending, key, part, program)
             for peer in dict.fromkeys(part.sent.values()):
@@ -297,13 +322,9 @@ class Outgoing:
             self._sendings.pop(key, None)
 
     def _offer_ready(self, sending: HostSending, key: str, part: Part, program: str) -> None:
-        """Offer the boxes whose predecessors peers have fetched (`Transfer.after`)."""
+        """Offer the boxes whose predecessors have left (`Transfer.after`)."""
         with self._changed:
-            ready = [
-                number
-                for number in sending.waiting
-                if not any(k in sending.waits_for for k in part.waits[number])
-            ]
+            ready = [k for k in sending.waiting if sending.may_go(part.waits[k])]
             offered = {number: sending.waiting.pop(number) for number in ready}
         for number, (peer, region) in offered.items():
             self.offer(key, program, peer, {number: region})

@@ -104,10 +104,15 @@ def buffer_of(memory: Bytes, box: Box, width: int) -> Region:
 def read(process: int, address: int, source: Runs, target: Region, begin: int, end: int) -> None:
     """Copy bytes `begin` to `end` of a box out of the memory of another process, where its tile is
     at `address`."""
-    own = target.runs
+    own, base = target.runs, target.memory.ctypes.data
+    if not source.outer and not own.outer and end - begin <= _MOST_AT_ONCE:  # as most boxes are
+        size = end - begin
+        local = np.array([[base + own.first + begin, size]], np.uint64)
+        remote = np.array([[address + source.first + begin, size]], np.uint64)
+        _read(process, local, remote, size)
+        return
     unit = min(source.run, own.run)
     there, here = source.starts(), own.starts()
-    base = target.memory.ctypes.data
     for begins, lengths in _pieces(begin, end, unit):
         local, remote = (np.empty((len(begins), 2), np.uint64) for _ in range(2))
         local[:, 0] = base + here[begins // own.run] + begins % own.run

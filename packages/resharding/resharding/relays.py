@@ -10,21 +10,20 @@ for the last parts, which take fewer latencies L for more bytes on the cards (B 
     direct    holder -> a device of every host -> its other devices                 L + L inside
     each      holder -> every device                                                L
 
-
 Chains need no waiting for a copy to end, so they take all but the last parts of a source that takes
 several latencies. How large the groups are: `waves`.
 
-Where a source takes several latencies, a card has two latencies of bytes under way: a copy waits
-for an earlier one.                                                       -> paced_waves()
+Or equal parts follow each other, each as soon as the one before it has left, which takes no latency
+(`course`), in a row for every pair of cards. All rows of a card share it evenly: each brings
+an entry 1/A of what the card sends, which it passes on as fast.                 -> paced_waves()
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from collections.abc import Sequence
 
-import numpy as np
 from attrs import define, evolve, field, frozen
 
 from alpa_interchange.reshard import Transfer
@@ -33,13 +32,13 @@ from resharding.drafts import copy_of
 from resharding.fans import Hosts, host_groups
 from resharding.network import Links
 from resharding.slices import Box, Cutter, split_box
-from resharding.waves import MOST_TRANSFERS, Shape, Ways, num_transfers, shape_of, waves_of
+from resharding.waves import MOST_TRANSFERS, RELAYED, Shape, Ways, num_transfers, shape_of, waves_of
 
-# Latencies of bytes that a card has under way: with 1.5 or 3 the worst of 1,000 random pairs at
-# 10 us is 1.24 or 1.25 x the bound in place of 1.21, as with 12 groups in place of 16.
-_UNDER_WAY = 2.0
+# Groups that are paced, and the most of a source that goes on a way of fewer latencies: with 12 or
+# 24 groups the mean of 1,000 random pairs at 10 us is the same to 0.01 %, with 0.3 it is 1.0082 x
+# the bound in place of 1.0079, with 0.7 the same to 0.01 %.
 _MOST_PACED = 16
-_LEAST_PACED = 1.5  # latencies of a source below which nearly all of it is under way at once
+_MOST_LAST = 0.5
 
 
 def waves(
@@ -49,47 +48,74 @@ def waves(
     shape = shape_of(deliveries, links)
     made = waves_of(shape, most) if shape is not None else None
     groups = made.groups if made is not None else (("direct", 1.0, 1),)
-    return _relayed(deliveries, links, groups, math.inf, shape is not None and shape.batched)
+    return _relayed(deliveries, links, groups, False, shape is not None and shape.batched)
 
 
-def paces(shape: Shape, most: int) -> bool:
-    """Return whether `paced_waves` differ, within the transfers of a draft."""
-    return shape.seconds >= _LEAST_PACED * shape.latency and _num_paced(shape, most) >= 4
+@frozen
+class Paced:
+    """How many equal groups go `way`, then seconds of the source by the ways of those behind them,
+    and the end that is expected."""
+
+    seconds: float
+    way: str
+    count: int
+    last: tuple[tuple[str, float], ...]
 
 
-def _num_paced(shape: Shape, most: int) -> int:
-    """Return how many groups of `paced_waves` are relayed."""
-    several = shape.per_host > 1
-    relayed = ("inside" if several else "straight", 1)
-    last: Ways = (("direct", 1), ("each", 1)) if several else (("each", 1),)
-    few = num_transfers(shape, (relayed, relayed, *last))
-    each = num_transfers(shape, (relayed, relayed, relayed, *last)) - few
-    return min(_MOST_PACED, 2 + (most - few) // each)
+@functools.lru_cache(maxsize=1024)  # whoever asks whether it pays has it made then
+def paced_of(shape: Shape, most: int = MOST_TRANSFERS) -> Paced | None:
+    """Return the groups of `paced_waves` that are done first, of those within `most` transfers.
+
+    With `step` seconds a group, relays end a step and their latencies behind the card that sends
+    what they pass on: meanwhile it sends, with fewer latencies, what nobody or who has less to do
+    passes on.
+    """
+    inner, hosts, latency = shape.per_host > 1, shape.num_hosts, shape.latency
+    way = "inside" if inner else "straight"
+    latencies = 1 + (hosts > 1) + inner
+    tails: list[tuple[str, ...]] = [(), ("each",)]
+    if inner:
+        tails += [("direct",), ("direct", "each")]
+    best: Paced | None = None
+    for tail in tails:
+        behind: Ways = tuple((each, 1) for each in tail)
+        few = num_transfers(shape, ((way, 1), (way, 1), *behind))
+        each = num_transfers(shape, ((way, 1),) * 3 + behind) - few
+        if few > most:
+            continue
+        count = min(_MOST_PACED, 2 + (most - few) // max(1, each))
+        step = shape.seconds / count
+        room, sent = (latencies - 1) * latency + step, {}
+        if "direct" in tail:
+            sent["direct"], room = (latency + step) / hosts, latency
+        if "each" in tail:
+            sent["each"] = room / (hosts * shape.per_host)
+        last = tuple((one, min(_MOST_LAST * shape.seconds, sent[one])) for one in tail)
+        left = shape.seconds - sum(seconds for _, seconds in last)
+        end = left + latencies * latency + step
+        if best is None or end < best.seconds:
+            best = Paced(end, way, count, last)
+    return best
 
 
 def paced_waves(
     deliveries: Sequence[Delivery], links: Links, most: int = MOST_TRANSFERS
 ) -> list[Transfer]:
-    """Return relays of which a card has few under way, and copies that nobody passes on."""
+    """Return relays of equal parts that follow each other on every way between two hosts, and
+    copies with fewer latencies for what is sent last.
+
+    A holder sends to all entries side by side, and they to each other, so that all cards are in use
+    from one latency after the start; a part leaves when the one before it has left.
+    """
     shape = shape_of(deliveries, links)
-    if shape is None:
+    made = paced_of(shape, most) if shape is not None else None
+    if shape is None or made is None:
         return waves(deliveries, links)
-    count, devices = max(2, _num_paced(shape, most)), shape.num_hosts * shape.per_host
-    inner = shape.per_host > 1
-    # a latency of the card for copies to a device of every host, and one for copies to every device
-    direct = min(0.3, shape.latency / shape.num_hosts / shape.seconds) if inner else 0.0
-    last = min(0.3, shape.latency / devices / shape.seconds)
-    relayed = 1 - direct - last
-    at_once = math.ceil(_UNDER_WAY * shape.latency * count / relayed / shape.seconds) + 1
-    at_once = min(count, max(2, at_once))
-    # those that start at once end one wave after the other: F_g - F_(g-1) is the same
-    sizes = np.ones(count)
-    sizes[:at_once] = np.cumsum(1 / np.arange(at_once, 0, -1))
-    sizes *= relayed / sizes.sum()
-    groups = [("inside" if inner else "straight", float(size), shape.parts) for size in sizes]
-    groups += [("direct", direct, 1)] if inner else []
-    groups += [("each", last, 1)]
-    return _relayed(deliveries, links, groups, _UNDER_WAY * shape.latency, shape.batched)
+    last = [(way, seconds / shape.seconds) for way, seconds in made.last]
+    relayed = (1 - sum(share for _, share in last)) / made.count
+    ways = [(made.way, relayed)] * made.count + last
+    groups = [(way, share, shape.parts if way in RELAYED else 1) for way, share in ways]
+    return _relayed(deliveries, links, groups, True, shape.batched)
 
 
 @frozen
@@ -107,9 +133,9 @@ class _Relays:
     """The transfers so far, and what each host and device has to send."""
 
     links: Links
-    under_way: float  # seconds of bytes that a card has under way at most
+    ordered: bool  # copies from host to host follow each other
     transfers: list[Transfer] = field(factory=list)
-    queues: dict[int, list[tuple[int, float]]] = field(factory=dict)  # by host: copy, seconds
+    lasts: dict[tuple[int, int], int] = field(factory=dict)  # by cards: the last copy
     sent_by: dict[int, float] = field(factory=dict)  # bytes by device
     taken: dict[int, float] = field(factory=dict)  # bytes by entry host
 
@@ -181,21 +207,16 @@ class _Relays:
     def sent(self, part: Delivery, receiver: int) -> int:
         """Add a copy from the holder that has sent the least."""
         sender = min(part.senders, key=lambda device: self.sent_by.get(device, 0.0))
-        host, size = self.links.host_of[sender], part.piece.num_bytes
-        self.sent_by[sender] = self.sent_by.get(sender, 0.0) + size
-        queue = self.queues.setdefault(host, [])
-        room = self.under_way
-        after: tuple[int, ...] = ()
-        for index, seconds in reversed(queue) if room < math.inf else ():
-            if room <= 0:
-                after = (index,)
-                break
-            room -= seconds
-        queue.append((len(self.transfers), size / self.links.host_rate[host]))
-        return self.add(part, sender, receiver, after)
+        self.sent_by[sender] = self.sent_by.get(sender, 0.0) + part.piece.num_bytes
+        return self.add(part, sender, receiver, ())
 
     def add(self, part: Delivery, sender: int, receiver: int, after: tuple[int, ...]) -> int:
         """Add a copy; return its number."""
+        way = self.links.cards_out[sender], self.links.cards_in[receiver]
+        if self.ordered and self.links.host_of[sender] != self.links.host_of[receiver]:
+            if way in self.lasts:
+                after = tuple(sorted({*after, self.lasts[way]}))
+            self.lasts[way] = len(self.transfers)
         self.transfers.append(copy_of(part.piece.box, sender, receiver, after))
         return len(self.transfers) - 1
 
@@ -204,11 +225,11 @@ def _relayed(
     deliveries: Sequence[Delivery],
     links: Links,
     groups: Sequence[tuple[str, float, int]],
-    under_way: float,
+    ordered: bool,
     batched: bool,
 ) -> list[Transfer]:
     """Return what feeds all deliveries: group by group (way, share of every slice, parts)."""
-    relays = _Relays(links, under_way)
+    relays = _Relays(links, ordered)
     lines: list[tuple[Delivery, Cutter, Hosts]] = []
     for each in deliveries:
         if not each.remote:

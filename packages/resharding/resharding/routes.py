@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange.reshard import ReshardingPlan
 from resharding.coverage import check_plan
@@ -33,8 +33,9 @@ class Part:
     """What one process does; `source` and `target` are the tiles of its devices.
 
     Box k is sent to `sent[k]`, or received from and passed on to `received[k]` (from whom, to whom
-    or ""). What a process has itself it sends to itself. Box k waits until the boxes `waits[k]` are
-    sent, or received, here; `ordered` says whether any waits anywhere.
+    or ""). What a process has itself it sends to itself. Box k waits until the boxes `waits[k]`
+    have left here, or have come; of two that begin at one process only that one has the second wait
+    for the first to leave. `ordered` says whether any waits anywhere.
     """
 
     boxes: tuple[Box, ...]
@@ -95,7 +96,8 @@ def _merged(
     last: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
     for route in routes:
         after = tuple(sorted({place[earlier] for earlier in route.after}))
-        key = route.chain, after
+        # what only follows on the same way may as well go along
+        key = route.chain, tuple(one for one in after if made[one].chain != route.chain)
         known = last.get(key)
         box = None if known is None else made[known].box.joined(route.box)
         if box is not None and all(
@@ -103,10 +105,10 @@ def _merged(
             for k, name in enumerate(route.chain)
         ):
             assert known is not None
-            made[known] = Route(box, *key)
+            made[known] = evolve(made[known], box=box)
         else:
             last[key] = len(made)
-            made.append(Route(route.box, *key))
+            made.append(Route(route.box, route.chain, after))
         place.append(last[key])
     return tuple(made)
 
@@ -154,7 +156,13 @@ def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Par
         else:
             sent[number] = behind
     waits = {
-        number: tuple(one for one in routes[number].after if one in sent or one in received)
+        number: tuple(
+            one
+            for one in routes[number].after
+            if one in sent
+            or one in received
+            and (number in sent or routes[one].chain[0] != routes[number].chain[0])
+        )
         for number in (*sent, *received)
     }
     wanted = dict.fromkeys(target.values())

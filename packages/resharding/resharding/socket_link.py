@@ -29,7 +29,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -382,14 +382,17 @@ class SocketLink:
             asked = json.loads(bytes(_exactly(opened, header_size)))
             begin, end = int(asked["begin"]), int(asked["end"])
             try:
-                views = list(self._supply(peer, asked["key"], int(asked["number"]), begin, end))
+                views: Iterable[memoryview]
+                views = self._supply(peer, asked["key"], int(asked["number"]), begin, end)
             except TransportError as error:
                 reason = str(error).encode()[: 1 << 16]
                 opened.sendall(_ANSWER.pack(False, len(reason), 0) + reason)
                 continue
             total = 0
-            for view in views if self._checksum else ():
-                total = zlib.crc32(view, total)
+            if self._checksum:
+                views = list(views)
+                for view in views:
+                    total = zlib.crc32(view, total)
             opened.sendall(_ANSWER.pack(True, end - begin, total))
             for view in views:
                 opened.sendall(view)

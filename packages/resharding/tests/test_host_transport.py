@@ -72,12 +72,21 @@ def run(ends, made, shards, key="k"):
     return found
 
 
-@pytest.mark.parametrize("gathers", [False, True], ids=["one sender", "one receiver"])
-def test_a_transfer_starts_when_those_it_comes_after_are_done(
-    team, make_task, make_shards, monkeypatch, gathers
+@pytest.mark.parametrize(
+    ("source", "target", "leaves"),
+    [
+        (((1, 1), "R R"), ((2, 1), "S0 R"), True),
+        (((1, 2), "S1 R"), ((1, 1), "R R"), True),
+        (((2, 1), "S0 R"), ((1, 1), "R R"), False),
+    ],
+    ids=["one sender", "one sender and receiver", "one receiver"],
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_transfer_starts_when_those_it_comes_after_have_left_its_process_or_are_done_there(
+    team, make_task, make_shards, monkeypatch, source, target, leaves, elsewhere, checksum
 ):
-    sides = [((1, 1), "R R"), ((2, 1), "S0 R")]
-    task = make_task((1 << 19, 2), *sides[gathers], *sides[not gathers])
+    task = make_task((1 << 19, 2), *source, *target)
     made = plan(task, Network(issue="none"), "send_recv")
     first, second = made.transfers
     made = evolve(made, transfers=(first, evolve(second, after=(0,))))
@@ -90,22 +99,23 @@ def test_a_transfer_starts_when_those_it_comes_after_are_done(
         post(self, peer, header, *rest, **when)
 
     def note_end(self, fetch, number, region):
-        seen.append(("done", number))
-        time.sleep(0.05)  # what does not wait comes first
+        seen.append(("came", number))
+        time.sleep(0.1)  # what does not wait comes first
         complete(self, fetch, number, region)
+        seen.append(("done", number))
 
     monkeypatch.setattr(SocketLink, "post", note_offer)
     monkeypatch.setattr(incoming.Incoming, "_complete", note_end)
     shards, whole = make_shards(task)
     names = list(dict.fromkeys(owners(task).values()))
-    found = run(team(names, owners(task)), made, shards)
+    found = run(team(names, owners(task), elsewhere, checksum=checksum), made, shards)
     for device, tile in found.items():
         expected = HostExecutor(made).run(shards)[device]
         np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
-    ends = [number for what, number in seen if what == "done"]
-    assert ends == [0, 1]
-    if not gathers:
-        assert seen.index(("offered", 1)) > seen.index(("done", 0))
+    if leaves:
+        assert seen.index(("offered", 0)) < seen.index(("offered", 1)) < seen.index(("done", 0))
+    else:
+        assert seen.index(("came", 1)) > seen.index(("done", 0))
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 16])

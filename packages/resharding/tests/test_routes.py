@@ -68,9 +68,24 @@ def test_a_route_waits_for_what_its_transfer_comes_after():
         for name in dict.fromkeys(owner_of.values()):
             part = part_of(name, made, owner_of)
             for number, before in part.waits.items():
-                here = {k for k, route in enumerate(routes) if name in route.chain}
+                first = routes[number].chain[0]
+                here = {
+                    k
+                    for k, route in enumerate(routes)
+                    if name in route.chain and (name == first or route.chain[0] != first)
+                }
                 assert set(before) == here & set(routes[number].after)
     assert waiting > 0
+
+
+def test_parts_that_follow_each_other_on_one_way_are_one_box(make_task):
+    # parts go to each of 3 hosts, every one when the last has left, and in the end others to all
+    task = make_task((56, 103), (1, 1), "R R", (3, 1), "R R", dtype="float32")
+    made = plan(task, Network(latency=1e-5, issue="none"), "paced_waves")
+    leaving = [each for each in made.transfers if each.sender == 0]
+    routes = routes_of(made, owners(task))
+    assert len(leaving) > 36 and len(routes) == 6
+    assert sorted({len(route.chain) for route in routes}) == [2, 4]
 
 
 def test_parts_that_go_the_same_way_are_one_box(make_task):

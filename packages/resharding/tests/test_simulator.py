@@ -144,6 +144,27 @@ def test_what_belongs_to_no_tile_of_a_receiver_is_rejected(make_task):
         simulate(task, collected, Network(issue="none"))
 
 
+def test_what_only_goes_first_from_a_host_costs_what_follows_no_latency(make_task):
+    # 4 bytes each over a card of 1 byte/s; 10 s to arrive
+    network = Network(nic_bandwidth=1.0, device_bandwidth=100.0, latency=10.0, issue="none")
+    task = make_task((8,), (1, 2), "R", (2, 1), "S0", first_host=1, dtype="int8")
+    first = copy((0,), (4,), 0, 100)
+    behind = (first, copy((4,), (8,), 0, 200, after=(0,)))
+    assert simulate(task, behind, network).intervals == ((0.0, 14.0), (4.0, 18.0))
+    beside = (first, copy((4,), (8,), 1, 200, after=(0,)))  # another device of the host
+    assert simulate(task, beside, network).intervals == ((0.0, 14.0), (4.0, 18.0))
+
+
+def test_whoever_passes_on_or_is_another_host_waits_for_bytes_to_arrive(make_task):
+    network = Network(nic_bandwidth=1.0, device_bandwidth=100.0, latency=10.0, issue="none")
+    task = make_task((4,), (1, 1), "R", (2, 1), "R", first_host=1, dtype="int8")
+    relayed = (copy((0,), (4,), 0, 100), copy((0,), (4,), 100, 200, after=(0,)))
+    assert simulate(task, relayed, network).intervals == ((0.0, 14.0), (14.0, 28.0))
+    task = make_task((4,), (2, 1), "R", (1, 1), "R", first_host=2, dtype="int8")
+    others = (copy((0,), (2,), 0, 200), copy((2,), (4,), 100, 200, after=(0,)))
+    assert simulate(task, others, network).intervals == ((0.0, 12.0), (12.0, 24.0))
+
+
 def test_transfers_that_wait_for_each_other_are_rejected(make_task):
     task = make_task((8,), (1, 1), "R", (1, 1), "R", dtype="int8")
     with pytest.raises(PlanError, match="never start"):

@@ -1,5 +1,6 @@
 """Schedules run without waiting for themselves, and hold as many microbatches as they say."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,6 +134,22 @@ def test_makespans_of_the_resharding_paper_model(crossing, lazy, eager, adaptive
     assert pipeline_time(
         order("adaptive", n, m, warmups=warmups), *times
     ).step_seconds / ideal == pytest.approx(adaptive, abs=1.5e-3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "adaptive"])
+@pytest.mark.parametrize("crossing", [0.5, 1.25, 2.0, 4.0, 10.0])
+def test_the_pace_of_a_schedule_is_the_time_between_microbatches_of_two_equal_stages(
+    name, crossing
+):
+    rule = SCHEDULE_RULES[name]
+    assert rule.pace is not None
+    seconds = []
+    for m in (60, 120):
+        warmups = adaptive_warmups([crossing], 3.0, m) if name == "adaptive" else None
+        schedule = order(name, 2, m, warmups=warmups)
+        seconds.append(pipeline_time(schedule, [1.0] * 2, [2.0] * 2, [crossing]).step_seconds)
+    pace = rule.pace(*(np.array(one) for one in (1.0, 2.0, crossing)))
+    assert (seconds[1] - seconds[0]) / 60 == pytest.approx(float(pace))
 
 
 def test_adaptive_is_eager_only_at_slow_boundaries():

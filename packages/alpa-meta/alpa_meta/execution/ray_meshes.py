@@ -29,7 +29,15 @@ from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.spmd import abstract_mesh
 from alpa_meta.types import Function
 from mesh_runtime import Executable as Program
-from mesh_runtime import RayMesh, RayOptions, RayRuntime, RayWorkers, Runtime, WorkerError
+from mesh_runtime import (
+    RayMesh,
+    RayOptions,
+    RayRuntime,
+    RayWorkers,
+    Runtime,
+    WorkerError,
+    check_reachable,
+)
 from resharding import HostTransport
 from resharding import plan as plan_resharding
 from resharding.gpu_transport import GpuTransport
@@ -46,6 +54,15 @@ class RayPool:
         self._replacing = False
         self._workers: dict[tuple[RayMesh, ...], RayWorkers] = {}
         self._retired: dict[tuple[RayMesh, ...], RayWorkers] = {}
+
+    def check_reachable(self) -> None:
+        """Refuse an address where no cluster answers, before a plan is made for it."""
+        if self._workers:
+            return
+        try:
+            check_reachable(self.options.address)
+        except WorkerError as error:
+            raise PlanError(f"no workers for the plan on Ray: {error}") from error
 
     def workers(self, meshes: tuple[RayMesh, ...]) -> RayWorkers:
         """Return running workers for meshes; after a failure, new ones."""

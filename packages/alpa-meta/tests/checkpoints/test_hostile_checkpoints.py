@@ -98,6 +98,8 @@ def test_a_manifest_changed_anywhere_is_refused_or_read_and_raises_nothing_else(
         ({"leaf": {"kind": "int", "value": "1"}}, r"a int that is an array: float32.4, 3."),
         ({"leaf": {"kind": "key", "impl": "nope"}}, "which cannot be random keys 'nope'"),
         ({"leaf": {"kind": "key", "impl": "threefry2x32"}}, "its words are float32.4, 3."),
+        ({"file": {"path": "/etc/hosts"}}, "names a file outside of it, '/etc/hosts'"),
+        ({"file": {"path": "a/../../b"}}, "names a file outside of it, 'a/../../b'"),
         ({"file": {"path": "a\0b"}}, "names a file 'a.x00b': .*embedded null"),
     ],
 )

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 
 from alpa_interchange import document
@@ -21,3 +23,18 @@ def test_a_sum_that_is_none_is_refused(tmp_path, sha):
     path.write_text(path.read_text().replace(own, sha))
     with pytest.raises(CheckpointError, match="does not have the SHA-256 it names"):
         read_manifest(tmp_path)
+
+
+def test_a_sum_that_is_shorter_is_refused_before_it_is_replaced(tmp_path):
+    # 64 zeros for each of a million letters would be 64 MB
+    write_manifest(tmp_path, 3, {"e": "e" * 10**6}, [], {})
+    path = tmp_path / "alpa.json"
+    path.write_text(path.read_text().replace(read_manifest(tmp_path).sha256, "e"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="does not have the SHA-256 it names"):
+            read_manifest(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 30e6
