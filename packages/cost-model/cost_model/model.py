@@ -85,8 +85,7 @@ class CostModel:
             return seconds(device, efficiency, flops, bytes, dtype, kind, shape)
         if shape is not None and kind == "matmul":
             flops = flops / self.program.product_share(shape, device.num_units)
-        alone = seconds(device, efficiency, flops, bytes, dtype, kind) - device.launch_latency
-        return np.maximum(alone, self.program.launch)
+        return seconds(device, efficiency, flops, bytes, dtype, kind) - device.launch_latency
 
     def based_on(self, host_group: int = 0) -> str:
         """Return what the seconds of a host group's kernels rest on: measured operators, a
@@ -99,8 +98,7 @@ class CostModel:
         size = math.prod(axis.size for axis in axes)
         if self.program is None or size == 1:
             return alone
-        launch, more = self.program.launch_seconds(kind, size)
-        return (np.asarray(bytes) > 0) * np.maximum(alone + more, launch)
+        return (np.asarray(bytes) > 0) * (alone + self.program.started_seconds(kind))
 
     def bucketed_seconds(
         self,

@@ -7,13 +7,16 @@ A cluster's name may say which training program its steps run under, behind a pl
 
 `CostModel` then prices by the constants of that executor (`step_fit`), those that `predict` uses:
 
-    kernel       max(launch on the host, roofline with the executor's shares)   -> compute_seconds
+    kernel       roofline with the executor's shares                            -> compute_seconds
     attention    fused: the share of FlashAttention, with half of the products skipped; score
                  matrices move nothing (`attends`)
-    collective   max(launch on the host, as on the cluster and a latency more)  -> launch_seconds
+    collective   as on the cluster, and a latency more                          -> started_seconds
 
-The program runs kernel by kernel, so that each waits for its own launch at least. What it does over
-a whole step (overlap of gradients, its schedule) is not a kernel's cost and stays the planner's.
+The host launches kernel by kernel, and runs ahead while a large one runs: both passes of a layer
+take the sum of its kernels and collectives or the sum of their launches, whichever is more, as
+`predict` has it (`step_layers`).                     -> launch, launch_seconds, passes_seconds
+What the program does over a whole step (overlap of gradients, its schedule) is not a kernel's cost
+and stays the planner's.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -29,6 +33,7 @@ from cost_model.executor import EXECUTORS
 from cost_model.kernel import KernelEfficiency, matmul_share
 from cost_model.prediction import step_model
 from cost_model.step_constants import StepConstants
+from cost_model.step_layers import launched_seconds
 from cost_model.training_run import TrainingRun
 
 PROPERTIES = ("flash", "fused", "staged")
@@ -85,17 +90,33 @@ class Program:
         fill = matmul_share(shape, num_units, KernelEfficiency(half_depth=c.half_depth))
         return fill * shape[-2] / (shape[-2] + c.half_columns)
 
-    def launch_seconds(self, kind: str, size: int) -> tuple[float, float]:
-        """Return the seconds of the host to launch a collective of `size` devices, and those that
-        the devices take more than on an idle link."""
+    def launch_seconds(self, kind: str, size: int) -> float:
+        """Return the seconds that the host takes to launch a collective of `size` devices."""
         c = self.constants
-        if EXECUTORS[self.executor].compiled:
-            return 0.0, c.tensor_latency
+        if EXECUTORS[self.executor].compiled or size == 1:
+            return 0.0
         layer = c.launch_collective + c.launch_group * (math.log2(size) - 1)
         if "staged" in self.properties:
             layer += c.launch_staged * size
-        launches = _ALL_REDUCES * (1.0 if kind == "all-reduce" else 2.0)
-        return layer / launches, c.tensor_latency * _ALL_REDUCES / launches
+        return layer / _collectives(kind)
+
+    def started_seconds(self, kind: str) -> float:
+        """Return the seconds that devices take more for a collective than on an idle link."""
+        return self.constants.tensor_latency * _ALL_REDUCES / _collectives(kind)
+
+    def passes_seconds(self, busy: Any, host: Any) -> Any:
+        """Return the seconds of both passes of a layer whose devices are `busy` for as many and
+        whose launches take the `host` as many as that, numbers or equal arrays."""
+        return launched_seconds(busy, host, self.constants.sharpness)
+
+    def device_share(self, slowed: Any) -> Any:
+        """Return by how much `passes_seconds` grow with the seconds of devices, where they are
+        `slowed` times these: 1 without launches, less the more of them there are."""
+        return slowed ** (1.0 - self.constants.sharpness)
+
+
+def _collectives(kind: str) -> float:
+    return _ALL_REDUCES * (1.0 if kind == "all-reduce" else 2.0)
 
 
 def as_run_by(

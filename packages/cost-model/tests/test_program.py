@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from attrs import evolve
 
@@ -8,6 +9,7 @@ from cost_model.profile import Profile, apply_profile
 from cost_model.program import as_run_by, cluster_of_run, program_of
 
 H100 = cluster("h100:16")
+SIZES = (1e3, 1e9)
 AXIS = (MeshAxis(name="model", size=8, bandwidth=3e11, latency=3e-6),)
 
 
@@ -37,13 +39,18 @@ def test_a_quantile_is_stated_before_the_program():
         cluster("h100:16+nanotron@90%")
 
 
-def test_no_kernel_is_quicker_than_its_launch_but_in_a_compiled_program():
+def test_layers_take_their_kernels_or_their_launches_but_in_a_compiled_program():
     eager, ours = (CostModel(cluster(f"h100:16+{name}")) for name in ("nanotron", "xla"))
-    launch = step_model("nanotron").whole.constants.launch / 80
-    assert eager.compute_seconds(0.0, 1e3, "bfloat16", "elementwise") == pytest.approx(launch)
-    assert ours.compute_seconds(0.0, 1e3, "bfloat16", "elementwise") < launch / 100
-    large = eager.compute_seconds(0.0, 1e9, "bfloat16", "elementwise")
-    assert large == pytest.approx(2 * eager.compute_seconds(0.0, 5e8, "bfloat16", "elementwise"))
+    c = step_model("nanotron").whole.constants
+    assert eager.program and eager.program.launch * 80 == pytest.approx(c.launch)
+    assert ours.program and ours.program.launch == ours.program.launch_seconds("all-gather", 8) == 0
+    # one small kernel is as quick as its traffic: the host is ahead
+    small, large = (eager.compute_seconds(0.0, size, "bfloat16", "elementwise") for size in SIZES)
+    assert small < eager.program.launch / 100 < large
+    seconds = eager.program.passes_seconds(np.array([0.0, 1.0, 8.0]), np.array([2.0, 8.0, 1.0]))
+    assert seconds == pytest.approx([2.0, 8.0, 8.0])
+    equal = eager.program.passes_seconds(3.0, 3.0)  # the host is not always ahead
+    assert equal == pytest.approx(3 * 2 ** (1 / c.sharpness))
 
 
 def test_narrow_products_reach_less_of_the_peak():
@@ -57,13 +64,16 @@ def test_narrow_products_reach_less_of_the_peak():
     assert rate(1024) < rate(2048) < rate(8192)
 
 
-def test_collectives_of_stages_on_several_hosts_wait_for_their_launch():
-    alone, staged = (CostModel(cluster(f"h100:16+nanotron{more}")) for more in ("", ",staged"))
+def test_collectives_of_stages_on_several_hosts_take_long_to_launch():
+    alone, staged = (program_of(cluster(f"h100:16+nanotron{more}")) for more in ("", ",staged"))
     c = step_model("nanotron").whole.constants
-    seconds = [model.collective_seconds("all-reduce", 1e6, AXIS) for model in (alone, staged)]
-    assert seconds[1] > c.launch_staged * 8 / 4 > 10 * seconds[0]
-    assert staged.collective_seconds("all-gather", 1e6, AXIS) == pytest.approx(seconds[1] / 2)
-    assert staged.collective_seconds("all-reduce", 0.0, AXIS) == 0
+    assert alone and staged
+    seconds = [program.launch_seconds("all-reduce", 8) for program in (alone, staged)]
+    assert seconds[1] - seconds[0] == pytest.approx(c.launch_staged * 8 / 4)
+    assert staged.launch_seconds("all-gather", 8) == pytest.approx(seconds[1] / 2)
+    assert staged.launch_seconds("all-reduce", 1) == 0
+    costs = CostModel(cluster("h100:16+nanotron"))
+    assert costs.collective_seconds("all-reduce", 0.0, AXIS) == 0
 
 
 def test_a_run_states_its_own_program():
