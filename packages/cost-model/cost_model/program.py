@@ -10,13 +10,16 @@ A cluster's name may say which training program its steps run under, behind a pl
     kernel       roofline with the executor's shares                            -> compute_seconds
     attention    fused: the share of FlashAttention, with half of the products skipped; score
                  matrices move nothing (`attends`)
-    collective   as on the cluster, and a latency more                          -> started_seconds
+    collective   inside a layer: the share of the links that tensor parallelism reaches, and a
+                 latency more                                                -> collective_seconds
+    buckets      the share that gradients reach, and of that what is exposed    -> exposed_share
 
 The host launches kernel by kernel, and runs ahead while a large one runs: both passes of a layer
 take the sum of its kernels and collectives or the sum of their launches, whichever is more, as
 `predict` has it (`step_layers`).                     -> launch, launch_seconds, passes_seconds
-What the program does over a whole step (overlap of gradients, its schedule) is not a kernel's cost
-and stays the planner's.
+Collectives that run beside products (those of nanotron's layers, gradients beside the last backward
+pass) count for the share of them that is exposed at least. The program's schedule is not a kernel's
+cost and stays the planner's.
 """
 
 from __future__ import annotations
@@ -100,9 +103,24 @@ class Program:
             layer += c.launch_staged * size
         return layer / _collectives(kind)
 
-    def started_seconds(self, kind: str) -> float:
-        """Return the seconds that devices take more for a collective than on an idle link."""
-        return self.constants.tensor_latency * _ALL_REDUCES / _collectives(kind)
+    def collective_seconds(self, kind: str, start: Any, moved: Any) -> Any:
+        """Return the seconds of devices for a collective inside a layer that takes `moved` on idle
+        links, and `start` with one byte: what products beside it do not hide, where they run so."""
+        c = self.constants
+        fixed = c.tensor_latency * _ALL_REDUCES / _collectives(kind) + start / c.tensor_bandwidth
+        exposed = c.tensor_exposed if EXECUTORS[self.executor].overlapped_tensor else 1.0
+        return fixed + exposed * (moved - start) / c.tensor_bandwidth
+
+    def exposed_share(self, kind: str) -> float:
+        """Return the seconds of collectives that reduce gradients, or scatter and gather what is
+        sharded, by those on idle links: the share of the links reached, less what the backward pass
+        hides (`step_terms`)."""
+        c, executor = self.constants, EXECUTORS[self.executor]
+        if kind == "reduce-scatter":
+            overlapped = 1 in executor.overlapped_gradients
+        else:
+            overlapped = kind == "all-reduce" or executor.gathers_ahead
+        return (c.gradient_exposed if overlapped else c.sharded_exposed) / c.gradient_bandwidth
 
     def passes_seconds(self, busy: Any, host: Any) -> Any:
         """Return the seconds of both passes of a layer whose devices are `busy` for as many and
@@ -172,10 +190,9 @@ def _constants(executor: str, properties: Collection[str]) -> StepConstants:
 
 
 def _links(group: HostGroup, c: StepConstants) -> HostGroup:
-    inside, between = group.intra_host, group.inter_host
+    between = group.inter_host
     return evolve(
         group,
-        intra_host=evolve(inside, bandwidth=inside.bandwidth * c.tensor_bandwidth),
         inter_host=evolve(
             between,
             bandwidth=between.bandwidth * c.fabric_bandwidth,

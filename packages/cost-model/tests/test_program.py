@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange.mesh import MeshAxis
+from alpa_interchange.mesh import MeshAxis, SubmeshSpec
 from cost_model import CostModel, TrainingRun, TransformerSpec, cluster
 from cost_model.prediction import step_model
 from cost_model.profile import Profile, apply_profile
 from cost_model.program import as_run_by, cluster_of_run, program_of
+from cost_model.topology import leaves_host
 
 H100 = cluster("h100:16")
 SIZES = (1e3, 1e9)
@@ -74,6 +75,43 @@ def test_collectives_of_stages_on_several_hosts_take_long_to_launch():
     assert staged.launch_seconds("all-reduce", 1) == 0
     costs = CostModel(cluster("h100:16+nanotron"))
     assert costs.collective_seconds("all-reduce", 0.0, AXIS) == 0
+
+
+def test_collectives_inside_layers_take_what_products_beside_them_do_not_hide():
+    idle, c = CostModel(H100), step_model("nanotron").whole.constants
+    mesh = idle.logical_mesh(SubmeshSpec(num_hosts=2, devices_per_host=8), (2, 8), ("x", "y"))
+    far, near = mesh.axes
+    group = H100.host_groups[0]
+    assert leaves_host(far, group) and not leaves_host(near, group)
+    start, moved = (idle.collective_seconds("all-gather", size, (near,)) for size in (1.0, 1e8))
+    found = CostModel(cluster("h100:16+nanotron")).collective_seconds("all-gather", 1e8, (near,))
+    exposed = start + c.tensor_exposed * (moved - start)
+    assert found == pytest.approx(c.tensor_latency / 2 + exposed / c.tensor_bandwidth)
+    # megatron's have the devices for themselves, and less of the links between hosts
+    megatron = CostModel(cluster("h100:16+megatron-deepspeed"))
+    c = step_model("megatron-deepspeed").whole.constants
+    for axis, share in ((near, 1.0), (far, c.fabric_tensor)):
+        slower = evolve(axis, bandwidth=axis.bandwidth * share)
+        alone = idle.collective_seconds("all-reduce", 1e8, (slower,))
+        found = megatron.collective_seconds("all-reduce", 1e8, (axis,))
+        assert found == pytest.approx(c.tensor_latency + alone / c.tensor_bandwidth)
+
+
+@pytest.mark.parametrize("name", ["nanotron", "megatron", "fsdp"])
+def test_gradients_take_what_the_backward_pass_does_not_hide(name):
+    c, costs = step_model(name).whole.constants, CostModel(cluster(f"h100:16+{name}"))
+    sizes = [3e6, 5e7, 5e7, 2e8]
+    for kind, exposed in (
+        ("all-reduce", c.gradient_exposed),
+        ("reduce-scatter", c.sharded_exposed if name == "nanotron" else c.gradient_exposed),
+        ("all-gather", c.gradient_exposed if name == "fsdp" else c.sharded_exposed),
+    ):
+        alone = CostModel(H100).collective_seconds(kind, sum(sizes), AXIS)
+        found = costs.bucketed_seconds(kind, sizes, AXIS)
+        assert found == pytest.approx(alone * exposed / c.gradient_bandwidth)
+        assert costs.bucketed_seconds(kind, {3e6: 1, 5e7: 2, 2e8: 1}, AXIS) == pytest.approx(found)
+        shares = sum(costs.bucket_share_seconds(kind, size, AXIS) for size in sizes)
+        assert 0.9 * found < shares <= found
 
 
 def test_a_run_states_its_own_program():
