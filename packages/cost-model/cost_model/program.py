@@ -43,10 +43,10 @@ PROPERTIES = ("flash", "fused", "staged")
 """FlashAttention; bias, dropout and mask fused into few kernels; stages on several hosts. `fold2`
 beside them are the constants fitted without the second fold, to judge its rows by."""
 
-# kernels per layer, forward and backward, that the host launches one by one: those of a traced
-# layer that move anything or multiply, sums of gradients included (79 of the corpus' GPT, 80 of
-# its Llama)
-_KERNELS = 80.0
+# products of a layer in both passes: four of weights and two of attention, and twice as many
+# backward. Launches of a layer were measured as one number, whatever its norms and activations are
+# traced as: 62 to 99 kernels
+_PRODUCTS = 18.0
 # collectives of tensor parallelism per layer and microbatch: all-reduces, or twice as many halves
 _ALL_REDUCES = 4.0
 _CAUSAL = 0.5  # of the products that fused attention computes
@@ -70,8 +70,8 @@ class Program:
 
     @property
     def launch(self) -> float:
-        """Return the seconds that the host takes to launch one kernel."""
-        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.launch / _KERNELS
+        """Return the seconds that the host takes to launch a product and what comes with it."""
+        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.launch / _PRODUCTS
 
     def efficiency(self) -> KernelEfficiency:
         """Return the shares of a device's peaks that the program's kernels reach."""

@@ -43,11 +43,11 @@ def test_a_quantile_is_stated_before_the_program():
 def test_layers_take_their_kernels_or_their_launches_but_in_a_compiled_program():
     eager, ours = (CostModel(cluster(f"h100:16+{name}")) for name in ("nanotron", "xla"))
     c = step_model("nanotron").whole.constants
-    assert eager.program and eager.program.launch * 80 == pytest.approx(c.launch)
+    assert eager.program and eager.program.launch * 18 == pytest.approx(c.launch)
     assert ours.program and ours.program.launch == ours.program.launch_seconds("all-gather", 8) == 0
     # one small kernel is as quick as its traffic: the host is ahead
     small, large = (eager.compute_seconds(0.0, size, "bfloat16", "elementwise") for size in SIZES)
-    assert small < eager.program.launch / 100 < large
+    assert small < eager.program.launch / 1000 < large
     seconds = eager.program.passes_seconds(np.array([0.0, 1.0, 8.0]), np.array([2.0, 8.0, 1.0]))
     assert seconds == pytest.approx([2.0, 8.0, 8.0])
     equal = eager.program.passes_seconds(3.0, 3.0)  # the host is not always ahead

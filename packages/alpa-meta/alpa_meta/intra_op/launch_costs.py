@@ -52,7 +52,7 @@ class LaunchCosts(MeshCosts):
         shape: tuple[int, ...] | None = None,
     ) -> float:
         """Return the seconds of the host to launch the kernel that an operator is, if it is one."""
-        return self.program.launch if bytes or kind != "elementwise" else 0.0
+        return 0.0 if kind == "elementwise" else self.program.launch
 
     def _scale(self, bytes: float, nominal: float) -> float:
         return 1.0 if bytes else 0.0  # a launch takes as long for any number of bytes

@@ -15,6 +15,7 @@ from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
+from alpa_meta.operators import kernel_kind
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
@@ -61,9 +62,7 @@ def test_a_narrow_layer_takes_its_launches_and_a_wide_one_its_kernels():
     assert program is not None
     products = 6  # of a layer: two forward, four backward
     narrow = _passes(costs, choice)
-    assert (narrow[1:-1] > products * program.launch).all()
-    assert (narrow[1:-1] < 10 * products * program.launch).all()
-    np.testing.assert_allclose(narrow[1], narrow[2])
+    np.testing.assert_allclose(narrow[1:-1], products * program.launch, rtol=1e-3)
     # wide kernels run so long that the host is ahead of them
     costs, selection, choice = _costs("h100:1+nanotron", 16384)
     busy = selection.seconds.under(choice)
@@ -83,13 +82,15 @@ def test_launches_and_kernels_of_a_layer_are_added_up_before_they_are_compared()
     busy = selection.seconds.under(choice) / COUNT
     passes = [position for position, phase in enumerate(phases) if phase != "update"]
     device = np.bincount(layers[passes], busy[passes])
-    apart = np.bincount(layers[passes], np.maximum(busy, program.launch * (busy > 0))[passes])
-    launches = np.bincount(layers[passes], program.launch * (busy > 0)[passes])
+    product = np.array([kernel_kind(eqn) == "matmul" for eqn in selection.stage.eqns])
+    launch = program.launch * product
+    launches = np.bincount(layers[passes], launch[passes])
+    apart = np.bincount(layers[passes], np.maximum(busy, launch)[passes])
     found = _passes(costs, choice)
     np.testing.assert_allclose(found, program.passes_seconds(device, launches))
     inner = slice(1, -1)
     assert (found >= np.maximum(device, launches) * (1 - 1e-9)).all()
-    assert (found[inner] < 0.9 * apart[inner]).all()
+    assert (found[inner] < 0.98 * apart[inner]).all()
 
 
 def test_collectives_inside_layers_are_launched_too():
