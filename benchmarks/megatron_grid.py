@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -252,12 +252,11 @@ class Grid:
         found = solve_in_buckets(selection, Options())
         if found.choice is None:
             return {}
-        costs = LayerCosts(scope, selection, outlook.num_layers)
-        crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
         times = self.few.times(outlook.num_layers)
-        once = selection.traffic.extra(found.choice)  # of buckets, however many layers fill them
+        costs = LayerCosts(scope, selection, outlook.num_layers, sharing=int(times.sum()))
+        crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
         tables = {
-            kind: _spread(costs.under(found.choice, kind), crossing, times, count, kind, once)
+            kind: _spread(costs.under(found.choice, kind), crossing, times, count, kind)
             for kind in {"none", *kinds}
         }
         kept = tables["none"]
@@ -363,22 +362,11 @@ class Grid:
 
 
 def _spread(
-    costs: StageCosts,
-    crossing: np.ndarray,
-    times: np.ndarray,
-    count: int,
-    kind: str,
-    once: Mapping[str, float],
+    costs: StageCosts, crossing: np.ndarray, times: np.ndarray, count: int, kind: str
 ) -> _Layers:
-    """Return the costs of the whole model's layers; the layers share the seconds of a phase that
-    come `once`."""
 
     def every(values: np.ndarray) -> np.ndarray:
         return np.repeat(np.asarray(values, dtype=float), times)
-
-    def phase(name: str) -> np.ndarray:
-        shared, values = once.get(name, 0.0), getattr(costs, name)
-        return every(np.maximum(values - shared / len(values), 0.0)) + shared / times.sum()
 
     # Layers by their sums, all of them together by what is alive at the peak, as plans are.
     state, gradients, activations, temporaries = costs.peak.bytes
@@ -386,9 +374,9 @@ def _spread(
     if kind == "none":
         alive *= _ratio(activations, costs.activations)
     return _Layers(
-        forward=phase("forward") / count,
-        backward=phase("backward") / count,
-        update=phase("update"),
+        forward=every(costs.forward) / count,
+        backward=every(costs.backward) / count,
+        update=every(costs.update),
         state=every(costs.state) * _ratio(state, costs.state)
         + every(costs.gradients) * _ratio(gradients, costs.gradients),
         activations=alive,

@@ -59,6 +59,9 @@ class LayerCosts:
     `others`; `kinds` are those of recomputation that layers may have. `splits`: the backward pass
     may be in two parts.
 
+    `sharing`: how many layers share what buckets take beyond the shares of what they hold, those of
+    a longer model; None: its own.
+
     Equations without a layer count for layer 0. Of a `window`, layers that it left out cost what
     those that stand for them do.
     """
@@ -72,6 +75,7 @@ class LayerCosts:
         others: Sequence[StageScope] = (),
         kinds: Sequence[str] = ("none",),
         splits: bool = False,
+        sharing: int | None = None,
     ) -> None:
         self.kinds, self.splits = kinds, splits
         self.selection, self.num_layers = selection, num_layers
@@ -91,7 +95,7 @@ class LayerCosts:
         self._redone: dict[str, RedoneSeconds] = {}
         self._split: dict[str, SplitSeconds] = {}
         self._least_more: dict[tuple[str, str, int], Floats] = {}
-        self._window = window
+        self._window, self._sharing = window, sharing or num_layers
         self.held = {
             name: HeldBytes.of(selection, [facts.held[name] for facts in self._sizes])
             for name in HELD
@@ -146,7 +150,7 @@ class LayerCosts:
         table[1] += np.bincount(facts.layers, again, count)
         for phase, more in self._extra(choice).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
-            table[PHASES.index(phase)] += runs * more / count
+            table[PHASES.index(phase)] += runs * more / self._sharing
         working = self.working(usage[KINDS.index("temporaries")])
         held = {name: of.by_layer(choice, size, count) for name, of in self.held.items()}
         if kind != "none":
@@ -216,7 +220,7 @@ class LayerCosts:
             )
         for group, beyond in self._beyond(tuple(choice)):
             runs = 1.0 if group.phase == "update" else self._ratio(size)
-            found[group.phase] = found[group.phase] + runs * group.times * beyond / count
+            found[group.phase] = found[group.phase] + runs * group.times * beyond / self._sharing
         back = self._back
         found = {
             name: part[self._forth if name == "forward" else back] for name, part in found.items()
