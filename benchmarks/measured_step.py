@@ -66,7 +66,8 @@ def measured_step(
 
         def updated(master: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             scaled = m / (1 - MOMENTUM**count) / (jnp.sqrt(v / (1 - SQUARES**count)) + 1e-8)
-            return master - RATE * (scaled + DECAY * master)
+            new: jax.Array = master - RATE * (scaled + DECAY * master)
+            return new
 
         master = jax.tree.map(updated, state["master"], mean, square)
         weights = jax.tree.map(lambda w: w.astype(shape.dtype), master)
@@ -118,7 +119,8 @@ def _norm(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
         wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
     wide = wide * weights["scale"]
-    return (wide if shape.gated else wide + weights["bias"]).astype(x.dtype)
+    y: jax.Array = (wide if shape.gated else wide + weights["bias"]).astype(x.dtype)
+    return y
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -159,7 +161,8 @@ def _feed_forward(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
         y: jax.Array = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]) @ weights["down"]
         return y
     inner = x @ weights["up"] + weights["biases"]["up"]
-    return jax.nn.gelu(inner) @ weights["down"] + weights["biases"]["down"]
+    z: jax.Array = jax.nn.gelu(inner) @ weights["down"] + weights["biases"]["down"]
+    return z
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -107,11 +107,12 @@ class CostModel:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
         if self.program is None:
             return collective_seconds(kind, bytes, axes, self._meeting)
-        axes = tuple(self._between_hosts(axis) for axis in axes if axis.size > 1)
-        if not axes:
+        used = tuple(self._between_hosts(axis) for axis in axes if axis.size > 1)
+        if not used:
             return 0.0 * bytes
-        start, moved = (collective_seconds(kind, size, axes) for size in (1.0, bytes))
-        return (np.asarray(bytes) > 0) * self.program.collective_seconds(kind, start, moved)
+        start, moved = (collective_seconds(kind, size, used) for size in (1.0, bytes))
+        far = any(map(self._leaves_hosts, axes))
+        return (np.asarray(bytes) > 0) * self.program.collective_seconds(kind, start, moved, far)
 
     def bucketed_seconds(
         self,
@@ -139,11 +140,15 @@ class CostModel:
         packing = self._packing_seconds(host_group)
         return bucket_share_seconds(kind, bytes, axes, packing, self._meeting)
 
+    def _leaves_hosts(self, axis: MeshAxis) -> bool:
+        groups = self.cluster.host_groups
+        return axis.size > 1 and all(leaves_host(axis, group) for group in groups)
+
     def _between_hosts(self, axis: MeshAxis) -> MeshAxis:
         """Return an axis with the share of its bandwidth that the program's collectives inside
         layers reach between hosts."""
         assert self.program is not None
-        if not all(leaves_host(axis, group) for group in self.cluster.host_groups):
+        if not self._leaves_hosts(axis):
             return axis
         return evolve(axis, bandwidth=axis.bandwidth * self.program.constants.fabric_tensor)
 

@@ -103,12 +103,16 @@ class Program:
             layer += c.launch_staged * size
         return layer / _collectives(kind)
 
-    def collective_seconds(self, kind: str, start: Any, moved: Any) -> Any:
+    def collective_seconds(self, kind: str, start: Any, moved: Any, far: bool = False) -> Any:
         """Return the seconds of devices for a collective inside a layer that takes `moved` on idle
-        links, and `start` with one byte: what products beside it do not hide, where they run so."""
+        links, and `start` with one byte: what products beside it do not hide, where they run so.
+
+        A `far` one, between hosts, counts in full: it takes longer than the products beside it.
+        """
         c = self.constants
         fixed = c.tensor_latency * _ALL_REDUCES / _collectives(kind) + start / c.tensor_bandwidth
-        exposed = c.tensor_exposed if EXECUTORS[self.executor].overlapped_tensor else 1.0
+        hidden = EXECUTORS[self.executor].overlapped_tensor and not far
+        exposed = c.tensor_exposed if hidden else 1.0
         return fixed + exposed * (moved - start) / c.tensor_bandwidth
 
     def exposed_share(self, kind: str) -> float:

@@ -87,6 +87,11 @@ def test_collectives_inside_layers_take_what_products_beside_them_do_not_hide():
     found = CostModel(cluster("h100:16+nanotron")).collective_seconds("all-gather", 1e8, (near,))
     exposed = start + c.tensor_exposed * (moved - start)
     assert found == pytest.approx(c.tensor_latency / 2 + exposed / c.tensor_bandwidth)
+    # between hosts they take longer than products beside them, and count in full
+    slower = evolve(far, bandwidth=far.bandwidth * c.fabric_tensor)
+    alone = idle.collective_seconds("all-gather", 1e8, (slower,))
+    found = CostModel(cluster("h100:16+nanotron")).collective_seconds("all-gather", 1e8, (far,))
+    assert found == pytest.approx(c.tensor_latency / 2 + alone / c.tensor_bandwidth)
     # megatron's have the devices for themselves, and less of the links between hosts
     megatron = CostModel(cluster("h100:16+megatron-deepspeed"))
     c = step_model("megatron-deepspeed").whole.constants
