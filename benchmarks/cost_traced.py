@@ -2,7 +2,7 @@
 
     python benchmarks/cost_traced.py [--rows N] [--seed S] [--source NAME]... [--json OUT]
 
-For a sample of rows of each source the step of that shape is made (`alpa_meta.corpus`, traced on
+For a sample of rows of each source the step of that shape is made (`measured_step`, traced on
 shapes only), planned with everything forced that the row says (stages, microbatches, schedule,
 mesh, recomputation, and the preset that shards as the row does), and the printed step time and
 memory are set beside
@@ -15,7 +15,7 @@ memory are set beside
                Megatron-DeepSpeed
 
 A second table splits each planned step by what its devices do, on average over the stages
-(`PARTS`); what is left is bubble and transfers between stages.
+(`PARTS`); what is left is bubble, transfers between stages, and layers that wait for launches.
 
 Ends with an error where |cached / planned - 1| of a row is above 2 % (`MOST_APART`). Planning takes
 5 to 60 s of processor time a row.
@@ -29,20 +29,17 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 from attrs import asdict, evolve, frozen
 from cost_accuracy import default_data
+from measured_step import StepShape, measured_step
 from megatron_grid import Few, Grid, Point
 from rich.console import Console
 from rich.table import Table
 
 from alpa_interchange import ClusterSpec
 from alpa_meta.compat import JaxprEqn, shape_of
-from alpa_meta.corpus import llama, transformer
-from alpa_meta.corpus.model import CorpusModel
 from alpa_meta.errors import PlanError
 from alpa_meta.operators import kernel_kind
 from alpa_meta.options import Options
@@ -102,22 +99,22 @@ def refusal(run: TrainingRun) -> str:
     return ""
 
 
-def shaped(run: TrainingRun, layers: int) -> CorpusModel:
-    """Return the corpus model of the run's shape with as many layers."""
+def stepped(run: TrainingRun, layers: int) -> Step:
+    """Return the step of the run's shape with as many layers, as its program writes it."""
     model = run.model
-    sizes: dict[str, Any] = {
-        "num_layers": layers, "hidden": model.hidden, "num_heads": model.heads,
-        "inner": model.mlp_width, "vocab": model.vocab, "length": model.seq,
-        "batch": run.global_batch, "dtype": run.width_dtype,
-    }  # fmt: skip
-    module: ModuleType = llama if model.gated else transformer
-    if model.gated:
-        sizes["num_key_value_heads"] = model.kv_heads or model.heads
-        shape: Any = llama.LlamaShape(**sizes)
-    else:
-        shape = transformer.TransformerShape(**sizes)
-    made: CorpusModel = module.of_shape("measured", shape)
-    return made
+    shape = StepShape(
+        layers=layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        groups=max(model.kv_heads or model.heads, run.tensor),  # a device has one of its own
+        inner=model.mlp_width,
+        vocab=model.vocab,
+        length=model.seq,
+        batch=run.global_batch,
+        dtype=run.width_dtype,
+        gated=model.gated,
+    )
+    return Step(*measured_step(shape))
 
 
 def preset_of(run: TrainingRun) -> str | None:
@@ -148,19 +145,14 @@ def forced(run: TrainingRun) -> Options:
 
 def planned_run(run: TrainingRun, under: ClusterSpec) -> Planned:
     """Return the run's plan on a cluster, its step traced whole."""
-    model = shaped(run, run.model.layers)
-    step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
-    return make_plan(step, under, forced(run))
+    return make_plan(stepped(run, run.model.layers), under, forced(run))
 
 
 def cached_point(run: TrainingRun, under: ClusterSpec) -> Point | None:
     """Return the run's point from the costs of a model with three layers on a cluster."""
-    model = shaped(run, min(UNTRACED, run.model.layers))
-    step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
+    step = stepped(run, min(UNTRACED, run.model.layers))
     few = Few(sizes={}, repeats=max(1, run.model.layers - UNTRACED + 1))
-    grid = Grid(
-        "measured", calibrated_model(under), few, step, run.global_batch, model.exact, ENOUGH
-    )
+    grid = Grid("measured", calibrated_model(under), few, step, run.global_batch, True, ENOUGH)
     zero = 3 if run.zero_stage == 3 else 1
     of = (run.tensor, run.data, zero, run.num_microbatches)
     found = grid.points_of(*of, preset_of(run) or "dp", (run.recompute,), improve=True)

@@ -28,8 +28,9 @@ import stage_dp
 from alpa_interchange import LogicalMesh, StageCandidate, SubmeshSpec
 from alpa_meta.corpus import published
 from alpa_meta.inter_op.candidates import Outlook
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
+from alpa_meta.inter_op.layer_costs import LayerCosts
 from alpa_meta.inter_op.meshes import usable_memory
+from alpa_meta.inter_op.stage_costs import StageCosts
 from alpa_meta.inter_op.stage_selection import boundary_bytes, stage_scope
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -251,9 +252,9 @@ class Grid:
         found = solve_in_buckets(selection, Options())
         if found.choice is None:
             return {}
-        costs = LayerCosts(scope, selection, outlook.num_layers)
-        crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
         times = self.few.times(outlook.num_layers)
+        costs = LayerCosts(scope, selection, outlook.num_layers, sharing=int(times.sum()))
+        crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
         tables = {
             kind: _spread(costs.under(found.choice, kind), crossing, times, count, kind)
             for kind in {"none", *kinds}

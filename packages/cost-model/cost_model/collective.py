@@ -124,6 +124,11 @@ def bucket_share_seconds(
     return min(alone, full * bytes / BUCKET_BYTES + launch)
 
 
+def seconds_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
+    """Return what a further byte of a large collective takes, of any algorithm at least."""
+    return min(slope for _, slope in _envelope(kind, axes))
+
+
 @functools.lru_cache(maxsize=65536)
 def _envelope(kind: str, axes: tuple[MeshAxis, ...], meeting: bool = False) -> tuple[Line, ...]:
     """Return the (latency, seconds per byte) of which the least is the time at some size."""

@@ -45,6 +45,7 @@ class Executor:
     reduced_bytes: float = 4.0  # of a gradient as it is reduced
     # levels of `TrainingRun.zero_stage` whose reduction runs beside the last backward pass
     overlapped_gradients: tuple[int, ...] = (0, 1, 2)
+    gathers_ahead: bool = False  # whether sharded parameters are gathered beside the layer before
     accumulated_bytes: float = 4.0  # gradients held while microbatches are added up
     master_bytes: float = 12.0  # optimiser state: a copy of the parameter and two moments
     compiled: bool = False
@@ -72,7 +73,7 @@ EXECUTORS: Mapping[str, Executor] = {
         tensorwise_update=True,
         overlapped_gradients=(0,),
     ),
-    "fsdp": Executor(fitted_as="fsdp", reduced_bytes=2.0),
+    "fsdp": Executor(fitted_as="fsdp", reduced_bytes=2.0, gathers_ahead=True),
     "xla": Executor(
         fitted_as="megatron-deepspeed", compiled=True, reduced_bytes=2.0, overlapped_gradients=()
     ),

@@ -11,14 +11,25 @@ from attrs import evolve
 
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
-from cost_model.collective import bucket_share_seconds, bucketed_seconds, collective_seconds
+from cost_model.collective import (
+    bucket_share_seconds,
+    bucketed_seconds,
+    collective_seconds,
+    seconds_per_byte,
+)
 from cost_model.host import HOST_PROFILE
 from cost_model.kernel import seconds
 from cost_model.kernel_table import device_efficiency
 from cost_model.layer_prediction import layer_seconds
 from cost_model.profile import Profile, apply_profile, stored_profile
 from cost_model.program import program_of
-from cost_model.topology import TransferLinks, host_group, logical_mesh, nic_bandwidth
+from cost_model.topology import (
+    TransferLinks,
+    host_group,
+    leaves_host,
+    logical_mesh,
+    nic_bandwidth,
+)
 
 _EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 # log spread of measured steps around the analytic model at shapes that were not measured: the scale
@@ -85,8 +96,7 @@ class CostModel:
             return seconds(device, efficiency, flops, bytes, dtype, kind, shape)
         if shape is not None and kind == "matmul":
             flops = flops / self.program.product_share(shape, device.num_units)
-        alone = seconds(device, efficiency, flops, bytes, dtype, kind) - device.launch_latency
-        return np.maximum(alone, self.program.launch)
+        return seconds(device, efficiency, flops, bytes, dtype, kind) - device.launch_latency
 
     def based_on(self, host_group: int = 0) -> str:
         """Return what the seconds of a host group's kernels rest on: measured operators, a
@@ -95,12 +105,14 @@ class CostModel:
 
     def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
-        alone = collective_seconds(kind, bytes, axes, self._meeting)
-        size = math.prod(axis.size for axis in axes)
-        if self.program is None or size == 1:
-            return alone
-        launch, more = self.program.launch_seconds(kind, size)
-        return (np.asarray(bytes) > 0) * np.maximum(alone + more, launch)
+        if self.program is None:
+            return collective_seconds(kind, bytes, axes, self._meeting)
+        used = tuple(self._between_hosts(axis) for axis in axes if axis.size > 1)
+        if not used:
+            return 0.0 * bytes
+        start, moved = (collective_seconds(kind, size, used) for size in (1.0, bytes))
+        far = any(map(self._leaves_hosts, axes))
+        return (np.asarray(bytes) > 0) * self.program.collective_seconds(kind, start, moved, far)
 
     def bucketed_seconds(
         self,
@@ -111,6 +123,11 @@ class CostModel:
     ) -> float:
         """Return the seconds of independent collectives over `axes`, sent together in buckets: of
         `bytes` each, or of how many there are of each number of bytes."""
+        if self.program is not None:
+            sizes = bytes.items() if isinstance(bytes, Mapping) else ((size, 1) for size in bytes)
+            whole = sum(size * count for size, count in sizes)
+            alone = float(collective_seconds(kind, whole, axes))
+            return alone * self.program.exposed_share(kind)
         packing = self._packing_seconds(host_group)
         return bucketed_seconds(kind, bytes, axes, packing, self._meeting)
 
@@ -118,8 +135,22 @@ class CostModel:
         self, kind: str, bytes: float, axes: tuple[MeshAxis, ...], host_group: int = 0
     ) -> float:
         """Return the seconds a tensor adds to a bucket; summed, at most what the buckets cost."""
+        if self.program is not None:
+            return bytes * seconds_per_byte(kind, axes) * self.program.exposed_share(kind)
         packing = self._packing_seconds(host_group)
         return bucket_share_seconds(kind, bytes, axes, packing, self._meeting)
+
+    def _leaves_hosts(self, axis: MeshAxis) -> bool:
+        groups = self.cluster.host_groups
+        return axis.size > 1 and all(leaves_host(axis, group) for group in groups)
+
+    def _between_hosts(self, axis: MeshAxis) -> MeshAxis:
+        """Return an axis with the share of its bandwidth that the program's collectives inside
+        layers reach between hosts."""
+        assert self.program is not None
+        if not self._leaves_hosts(axis):
+            return axis
+        return evolve(axis, bandwidth=axis.bandwidth * self.program.constants.fabric_tensor)
 
     def _packing_seconds(self, host_group: int) -> float:
         """Return the seconds to put a tensor into a bucket: a copy on CPUs, elsewhere an entry in

@@ -7,13 +7,19 @@ A cluster's name may say which training program its steps run under, behind a pl
 
 `CostModel` then prices by the constants of that executor (`step_fit`), those that `predict` uses:
 
-    kernel       max(launch on the host, roofline with the executor's shares)   -> compute_seconds
+    kernel       roofline with the executor's shares                            -> compute_seconds
     attention    fused: the share of FlashAttention, with half of the products skipped; score
                  matrices move nothing (`attends`)
-    collective   max(launch on the host, as on the cluster and a latency more)  -> launch_seconds
+    collective   inside a layer: the share of the links that tensor parallelism reaches, and a
+                 latency more                                                -> collective_seconds
+    buckets      the share that gradients reach, and of that what is exposed    -> exposed_share
 
-The program runs kernel by kernel, so that each waits for its own launch at least. What it does over
-a whole step (overlap of gradients, its schedule) is not a kernel's cost and stays the planner's.
+The host launches kernel by kernel, and runs ahead while a large one runs: both passes of a layer
+take the sum of its kernels and collectives or the sum of their launches, whichever is more, as
+`predict` has it (`step_layers`).                     -> launch, launch_seconds, passes_seconds
+Collectives that run beside products (those of nanotron's layers, gradients beside the last backward
+pass) count for the share of them that is exposed at least. The program's schedule is not a kernel's
+cost and stays the planner's.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -29,16 +36,17 @@ from cost_model.executor import EXECUTORS
 from cost_model.kernel import KernelEfficiency, matmul_share
 from cost_model.prediction import step_model
 from cost_model.step_constants import StepConstants
+from cost_model.step_layers import launched_seconds
 from cost_model.training_run import TrainingRun
 
 PROPERTIES = ("flash", "fused", "staged")
 """FlashAttention; bias, dropout and mask fused into few kernels; stages on several hosts. `fold2`
 beside them are the constants fitted without the second fold, to judge its rows by."""
 
-# kernels per layer, forward and backward, that the host launches one by one: those of a traced
-# layer that move anything or multiply, sums of gradients included (79 of the corpus' GPT, 80 of
-# its Llama)
-_KERNELS = 80.0
+# products of a layer in both passes: four of weights and two of attention, and twice as many
+# backward. Launches of a layer were measured as one number, whatever its norms and activations are
+# traced as: 62 to 99 kernels
+_PRODUCTS = 18.0
 # collectives of tensor parallelism per layer and microbatch: all-reduces, or twice as many halves
 _ALL_REDUCES = 4.0
 _CAUSAL = 0.5  # of the products that fused attention computes
@@ -62,8 +70,8 @@ class Program:
 
     @property
     def launch(self) -> float:
-        """Return the seconds that the host takes to launch one kernel."""
-        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.launch / _KERNELS
+        """Return the seconds that the host takes to launch a product and what comes with it."""
+        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.launch / _PRODUCTS
 
     def efficiency(self) -> KernelEfficiency:
         """Return the shares of a device's peaks that the program's kernels reach."""
@@ -85,17 +93,52 @@ class Program:
         fill = matmul_share(shape, num_units, KernelEfficiency(half_depth=c.half_depth))
         return fill * shape[-2] / (shape[-2] + c.half_columns)
 
-    def launch_seconds(self, kind: str, size: int) -> tuple[float, float]:
-        """Return the seconds of the host to launch a collective of `size` devices, and those that
-        the devices take more than on an idle link."""
+    def launch_seconds(self, kind: str, size: int) -> float:
+        """Return the seconds that the host takes to launch a collective of `size` devices."""
         c = self.constants
-        if EXECUTORS[self.executor].compiled:
-            return 0.0, c.tensor_latency
+        if EXECUTORS[self.executor].compiled or size == 1:
+            return 0.0
         layer = c.launch_collective + c.launch_group * (math.log2(size) - 1)
         if "staged" in self.properties:
             layer += c.launch_staged * size
-        launches = _ALL_REDUCES * (1.0 if kind == "all-reduce" else 2.0)
-        return layer / launches, c.tensor_latency * _ALL_REDUCES / launches
+        return layer / _collectives(kind)
+
+    def collective_seconds(self, kind: str, start: Any, moved: Any, far: bool = False) -> Any:
+        """Return the seconds of devices for a collective inside a layer that takes `moved` on idle
+        links, and `start` with one byte: what products beside it do not hide, where they run so.
+
+        A `far` one, between hosts, counts in full: it takes longer than the products beside it.
+        """
+        c = self.constants
+        fixed = c.tensor_latency * _ALL_REDUCES / _collectives(kind) + start / c.tensor_bandwidth
+        hidden = EXECUTORS[self.executor].overlapped_tensor and not far
+        exposed = c.tensor_exposed if hidden else 1.0
+        return fixed + exposed * (moved - start) / c.tensor_bandwidth
+
+    def exposed_share(self, kind: str) -> float:
+        """Return the seconds of collectives that reduce gradients, or scatter and gather what is
+        sharded, by those on idle links: the share of the links reached, less what the backward pass
+        hides (`step_terms`)."""
+        c, executor = self.constants, EXECUTORS[self.executor]
+        if kind == "reduce-scatter":
+            overlapped = 1 in executor.overlapped_gradients
+        else:
+            overlapped = kind == "all-reduce" or executor.gathers_ahead
+        return (c.gradient_exposed if overlapped else c.sharded_exposed) / c.gradient_bandwidth
+
+    def passes_seconds(self, busy: Any, host: Any) -> Any:
+        """Return the seconds of both passes of a layer whose devices are `busy` for as many and
+        whose launches take the `host` as many as that, numbers or equal arrays."""
+        return launched_seconds(busy, host, self.constants.sharpness)
+
+    def device_share(self, slowed: Any) -> Any:
+        """Return by how much `passes_seconds` grow with the seconds of devices, where they are
+        `slowed` times these: 1 without launches, less the more of them there are."""
+        return slowed ** (1.0 - self.constants.sharpness)
+
+
+def _collectives(kind: str) -> float:
+    return _ALL_REDUCES * (1.0 if kind == "all-reduce" else 2.0)
 
 
 def as_run_by(
@@ -151,10 +194,9 @@ def _constants(executor: str, properties: Collection[str]) -> StepConstants:
 
 
 def _links(group: HostGroup, c: StepConstants) -> HostGroup:
-    inside, between = group.intra_host, group.inter_host
+    between = group.inter_host
     return evolve(
         group,
-        intra_host=evolve(inside, bandwidth=inside.bandwidth * c.tensor_bandwidth),
         inter_host=evolve(
             between,
             bandwidth=between.bandwidth * c.fabric_bandwidth,

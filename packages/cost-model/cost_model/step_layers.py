@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange.cluster import ClusterSpec
@@ -114,10 +116,17 @@ def run_layer(
         return Layer(kernels=known[0], comm=0.0, host=0.0, seconds=known[0])
     if expert and run.program.fused_experts and run.dtype == "mxfp8":
         kernels, comm, host = (c.fused_experts * part for part in (kernels, comm, host))
-    busy = kernels + comm
-    q = c.sharpness
-    seconds = max(busy, host) * (1 + (min(busy, host) / max(busy, host)) ** q) ** (1 / q)
+    seconds = float(launched_seconds(kernels + comm, host, c.sharpness))
     return Layer(kernels=kernels, comm=comm, host=host, seconds=seconds)
+
+
+def launched_seconds(busy: Any, host: Any, sharpness: float) -> Any:
+    """Return the seconds of a layer whose devices are `busy` for as many and whose host takes
+    `host` to launch what they run, numbers or equal arrays: a smooth maximum, as the host runs
+    ahead."""
+    most, least = np.maximum(busy, host), np.minimum(busy, host)
+    share = least / np.maximum(most, 1e-300)
+    return most * (1 + share**sharpness) ** (1 / sharpness)
 
 
 def _measured(run: TrainingRun) -> tuple[float, float, float] | None:

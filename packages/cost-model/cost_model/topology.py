@@ -10,6 +10,9 @@ from alpa_interchange.cluster import ClusterSpec, HostGroup
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from cost_model.link_table import link_rate
 
+# of the links of one axis: seconds are differentiated by links that are slower by 1e-4
+_SAME = 1e-3
+
 
 @frozen(kw_only=True)
 class TransferLinks:
@@ -77,6 +80,13 @@ def logical_mesh(
             latency = ((near - 1) * hop + group.inter_host.latency) / near
         axes.append(MeshAxis(name=name, size=size, bandwidth=bandwidth, latency=latency))
     return LogicalMesh(axes=tuple(axes))
+
+
+def leaves_host(axis: MeshAxis, group: HostGroup) -> bool:
+    """Return whether an axis of a logical mesh has other links than those inside its hosts."""
+    bandwidth, latency = link_rate(group.intra_host, axis.size)
+    same = math.isclose(axis.bandwidth, bandwidth, rel_tol=_SAME)
+    return not (same and math.isclose(axis.latency, latency, rel_tol=_SAME))
 
 
 def host_group(cluster: ClusterSpec, submesh: SubmeshSpec) -> HostGroup:

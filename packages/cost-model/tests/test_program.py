@@ -1,13 +1,16 @@
+import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange.mesh import MeshAxis
+from alpa_interchange.mesh import MeshAxis, SubmeshSpec
 from cost_model import CostModel, TrainingRun, TransformerSpec, cluster
 from cost_model.prediction import step_model
 from cost_model.profile import Profile, apply_profile
 from cost_model.program import as_run_by, cluster_of_run, program_of
+from cost_model.topology import leaves_host
 
 H100 = cluster("h100:16")
+SIZES = (1e3, 1e9)
 AXIS = (MeshAxis(name="model", size=8, bandwidth=3e11, latency=3e-6),)
 
 
@@ -37,13 +40,18 @@ def test_a_quantile_is_stated_before_the_program():
         cluster("h100:16+nanotron@90%")
 
 
-def test_no_kernel_is_quicker_than_its_launch_but_in_a_compiled_program():
+def test_layers_take_their_kernels_or_their_launches_but_in_a_compiled_program():
     eager, ours = (CostModel(cluster(f"h100:16+{name}")) for name in ("nanotron", "xla"))
-    launch = step_model("nanotron").whole.constants.launch / 80
-    assert eager.compute_seconds(0.0, 1e3, "bfloat16", "elementwise") == pytest.approx(launch)
-    assert ours.compute_seconds(0.0, 1e3, "bfloat16", "elementwise") < launch / 100
-    large = eager.compute_seconds(0.0, 1e9, "bfloat16", "elementwise")
-    assert large == pytest.approx(2 * eager.compute_seconds(0.0, 5e8, "bfloat16", "elementwise"))
+    c = step_model("nanotron").whole.constants
+    assert eager.program and eager.program.launch * 18 == pytest.approx(c.launch)
+    assert ours.program and ours.program.launch == ours.program.launch_seconds("all-gather", 8) == 0
+    # one small kernel is as quick as its traffic: the host is ahead
+    small, large = (eager.compute_seconds(0.0, size, "bfloat16", "elementwise") for size in SIZES)
+    assert small < eager.program.launch / 1000 < large
+    seconds = eager.program.passes_seconds(np.array([0.0, 1.0, 8.0]), np.array([2.0, 8.0, 1.0]))
+    assert seconds == pytest.approx([2.0, 8.0, 8.0])
+    equal = eager.program.passes_seconds(3.0, 3.0)  # the host is not always ahead
+    assert equal == pytest.approx(3 * 2 ** (1 / c.sharpness))
 
 
 def test_narrow_products_reach_less_of_the_peak():
@@ -57,13 +65,58 @@ def test_narrow_products_reach_less_of_the_peak():
     assert rate(1024) < rate(2048) < rate(8192)
 
 
-def test_collectives_of_stages_on_several_hosts_wait_for_their_launch():
-    alone, staged = (CostModel(cluster(f"h100:16+nanotron{more}")) for more in ("", ",staged"))
+def test_collectives_of_stages_on_several_hosts_take_long_to_launch():
+    alone, staged = (program_of(cluster(f"h100:16+nanotron{more}")) for more in ("", ",staged"))
     c = step_model("nanotron").whole.constants
-    seconds = [model.collective_seconds("all-reduce", 1e6, AXIS) for model in (alone, staged)]
-    assert seconds[1] > c.launch_staged * 8 / 4 > 10 * seconds[0]
-    assert staged.collective_seconds("all-gather", 1e6, AXIS) == pytest.approx(seconds[1] / 2)
-    assert staged.collective_seconds("all-reduce", 0.0, AXIS) == 0
+    assert alone and staged
+    seconds = [program.launch_seconds("all-reduce", 8) for program in (alone, staged)]
+    assert seconds[1] - seconds[0] == pytest.approx(c.launch_staged * 8 / 4)
+    assert staged.launch_seconds("all-gather", 8) == pytest.approx(seconds[1] / 2)
+    assert staged.launch_seconds("all-reduce", 1) == 0
+    costs = CostModel(cluster("h100:16+nanotron"))
+    assert costs.collective_seconds("all-reduce", 0.0, AXIS) == 0
+
+
+def test_collectives_inside_layers_take_what_products_beside_them_do_not_hide():
+    idle, c = CostModel(H100), step_model("nanotron").whole.constants
+    mesh = idle.logical_mesh(SubmeshSpec(num_hosts=2, devices_per_host=8), (2, 8), ("x", "y"))
+    far, near = mesh.axes
+    group = H100.host_groups[0]
+    assert leaves_host(far, group) and not leaves_host(near, group)
+    start, moved = (idle.collective_seconds("all-gather", size, (near,)) for size in (1.0, 1e8))
+    found = CostModel(cluster("h100:16+nanotron")).collective_seconds("all-gather", 1e8, (near,))
+    exposed = start + c.tensor_exposed * (moved - start)
+    assert found == pytest.approx(c.tensor_latency / 2 + exposed / c.tensor_bandwidth)
+    # between hosts they take longer than products beside them, and count in full
+    slower = evolve(far, bandwidth=far.bandwidth * c.fabric_tensor)
+    alone = idle.collective_seconds("all-gather", 1e8, (slower,))
+    found = CostModel(cluster("h100:16+nanotron")).collective_seconds("all-gather", 1e8, (far,))
+    assert found == pytest.approx(c.tensor_latency / 2 + alone / c.tensor_bandwidth)
+    # megatron's have the devices for themselves, and less of the links between hosts
+    megatron = CostModel(cluster("h100:16+megatron-deepspeed"))
+    c = step_model("megatron-deepspeed").whole.constants
+    for axis, share in ((near, 1.0), (far, c.fabric_tensor)):
+        slower = evolve(axis, bandwidth=axis.bandwidth * share)
+        alone = idle.collective_seconds("all-reduce", 1e8, (slower,))
+        found = megatron.collective_seconds("all-reduce", 1e8, (axis,))
+        assert found == pytest.approx(c.tensor_latency + alone / c.tensor_bandwidth)
+
+
+@pytest.mark.parametrize("name", ["nanotron", "megatron", "fsdp"])
+def test_gradients_take_what_the_backward_pass_does_not_hide(name):
+    c, costs = step_model(name).whole.constants, CostModel(cluster(f"h100:16+{name}"))
+    sizes = [3e6, 5e7, 5e7, 2e8]
+    for kind, exposed in (
+        ("all-reduce", c.gradient_exposed),
+        ("reduce-scatter", c.sharded_exposed if name == "nanotron" else c.gradient_exposed),
+        ("all-gather", c.gradient_exposed if name == "fsdp" else c.sharded_exposed),
+    ):
+        alone = CostModel(H100).collective_seconds(kind, sum(sizes), AXIS)
+        found = costs.bucketed_seconds(kind, sizes, AXIS)
+        assert found == pytest.approx(alone * exposed / c.gradient_bandwidth)
+        assert costs.bucketed_seconds(kind, {3e6: 1, 5e7: 2, 2e8: 1}, AXIS) == pytest.approx(found)
+        shares = sum(costs.bucket_share_seconds(kind, size, AXIS) for size in sizes)
+        assert 0.9 * found < shares <= found
 
 
 def test_a_run_states_its_own_program():

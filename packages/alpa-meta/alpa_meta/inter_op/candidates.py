@@ -24,9 +24,10 @@ from alpa_interchange import (
 )
 from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, solved_costs
+from alpa_meta.inter_op.layer_costs import LayerCosts, solved_costs
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
+from alpa_meta.inter_op.stage_costs import StageCosts
 from alpa_meta.inter_op.stage_selection import StageScope, boundary_bytes, stage_scope
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.inter_op.window import Window, window_of

@@ -3,6 +3,10 @@
 What a layer takes that recomputes needs no program of its own: its backward pass runs some
 equations of its forward pass once more, under the strategies of the first run, and holds their
 results as temporaries instead of from one pass to the other.               -> LayerCosts.under()
+
+Where another program runs the step, whose host launches kernel by kernel, the passes of a layer
+take longer than its devices where launches do (`launch_costs`). Selection problems and floors are
+of the devices' seconds alone: no layer takes less.                    -> StageCosts.launched()
 """
 
 from __future__ import annotations
@@ -19,40 +23,23 @@ from alpa_meta.inter_op.held_bytes import HeldBytes
 from alpa_meta.inter_op.redone_program import delayed_at, waiting_at
 from alpa_meta.inter_op.redone_seconds import RedoneSeconds, SplitSeconds, least_seconds
 from alpa_meta.inter_op.scope_facts import HELD, Redone, facts_of_scope, redone_of
+from alpa_meta.inter_op.stage_costs import StageCosts
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.bucketed_traffic import BucketedTraffic, Group
 from alpa_meta.intra_op.equation_seconds import EquationSeconds
+from alpa_meta.intra_op.launch_costs import launch_costs
 from alpa_meta.intra_op.liveness import KINDS, PHASES
-from alpa_meta.intra_op.memory_profile import Peak
-from alpa_meta.intra_op.selection import Selection
+from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.types import Floats, HostArray, Ints
+from cost_model.program import Program as TrainingProgram
 
 # Share of the update's seconds that floors count beside a price on bytes. With all of them, a bound
 # took three layers of GPT-39B on 4 V100 for microbatches of 0.82 of the step beside an update of
 # 0.12, which nothing runs; with none, splitting the optimizer's moments over all devices would be
 # free. Other shares were not tried.
 LIGHT_STEP = 0.1
-
-
-@frozen(eq=False)
-class StageCosts:
-    """What a choice of strategies costs, per layer: seconds per step, bytes per device."""
-
-    forward: Floats
-    backward: Floats
-    by_weight: Floats  # the part of `backward` that no other layer waits for
-    split: Floats  # more of `backward` where that part is a program of its own
-    update: Floats
-    state: Floats
-    gradients: Floats
-    activations: Floats  # of one microbatch
-    delayed: Floats  # what one microbatch keeps besides for a delayed backward by weight
-    waiting: Floats  # all that it keeps while that waits
-    transient: Floats  # most temporaries at a time
-    floor: Floats  # [layers, 2] least seconds: microbatches, update
-    peak: Peak  # of all layers together
 
 
 @frozen(eq=False)
@@ -72,6 +59,9 @@ class LayerCosts:
     `others`; `kinds` are those of recomputation that layers may have. `splits`: the backward pass
     may be in two parts.
 
+    `sharing`: how many layers share what buckets take beyond the shares of what they hold, those of
+    a longer model; None: its own.
+
     Equations without a layer count for layer 0. Of a `window`, layers that it left out cost what
     those that stand for them do.
     """
@@ -85,6 +75,7 @@ class LayerCosts:
         others: Sequence[StageScope] = (),
         kinds: Sequence[str] = ("none",),
         splits: bool = False,
+        sharing: int | None = None,
     ) -> None:
         self.kinds, self.splits = kinds, splits
         self.selection, self.num_layers = selection, num_layers
@@ -104,6 +95,7 @@ class LayerCosts:
         self._redone: dict[str, RedoneSeconds] = {}
         self._split: dict[str, SplitSeconds] = {}
         self._least_more: dict[tuple[str, str, int], Floats] = {}
+        self._window, self._sharing = window, sharing or num_layers
         self.held = {
             name: HeldBytes.of(selection, [facts.held[name] for facts in self._sizes])
             for name in HELD
@@ -120,8 +112,30 @@ class LayerCosts:
             self._last_costs = choice, {}
         known = self._last_costs[1]
         if (kind, size) not in known:
-            known[kind, size] = self._under(choice, kind, size)
+            found = self._under(choice, kind, size)
+            if self._launches is not None:
+                found = found.launched(self._launches.under(choice, kind, size), self._program)
+            known[kind, size] = found
         return known[kind, size]
+
+    @functools.cached_property
+    def _launches(self) -> LayerCosts | None:
+        """What the host takes to launch what the layers run, None where nothing waits for it."""
+        selection, scopes = self.selection, [one.scope for one in self._sizes]
+        costs = launch_costs(selection.costs)
+        if costs is None:
+            return None
+        others = tuple(scope.eqns for scope in scopes[1:])
+        launching = build(selection.stage, costs, f"launches of {selection.problem.name}", others)
+        of = (self.num_layers, self._window, scopes[1:], self.kinds)
+        return LayerCosts(scopes[0], launching, *of)
+
+    @property
+    def _program(self) -> TrainingProgram:
+        """The program that runs the step, where it is not ours."""
+        program = self.selection.costs.model.program
+        assert program is not None
+        return program
 
     def _under(self, choice: tuple[int, ...], kind: str, size: int) -> StageCosts:
         selection, facts, count = self.selection, self.facts, self.num_layers
@@ -136,7 +150,7 @@ class LayerCosts:
         table[1] += np.bincount(facts.layers, again, count)
         for phase, more in self._extra(choice).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
-            table[PHASES.index(phase)] += runs * more / count
+            table[PHASES.index(phase)] += runs * more / self._sharing
         working = self.working(usage[KINDS.index("temporaries")])
         held = {name: of.by_layer(choice, size, count) for name, of in self.held.items()}
         if kind != "none":
@@ -178,6 +192,7 @@ class LayerCosts:
             if self.splits:
                 self._split_seconds(kind).forget_choices()
         costs = self.selection.costs.forgotten()
+        self.__dict__.pop("_launches", None)
         self.selection = evolve(
             self.selection,
             records=(),
@@ -205,11 +220,16 @@ class LayerCosts:
             )
         for group, beyond in self._beyond(tuple(choice)):
             runs = 1.0 if group.phase == "update" else self._ratio(size)
-            found[group.phase] = found[group.phase] + runs * group.times * beyond / count
+            found[group.phase] = found[group.phase] + runs * group.times * beyond / self._sharing
         back = self._back
-        return {
+        found = {
             name: part[self._forth if name == "forward" else back] for name, part in found.items()
         }
+        slowed = self.under(choice, kind, size).slowed
+        if slowed is not None:  # parts are derivatives, and what waits for launches has small ones
+            share = self._program.device_share(slowed)[:, None, None]
+            found |= {name: share * part for name, part in found.items() if name != "update"}
+        return found
 
     def floors(self, size: int = 0) -> Floats:
         """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.

@@ -90,7 +90,8 @@ class FloorSource:
         self._tables: dict[tuple[str, int], Floats] = {}  # seconds, by kind and samples
         self._bytes = LeastBytes(problem.costs)
         priced = problem.costs.selection.costs
-        self._launch = priced.model.device(priced.host_group).launch_latency
+        stated = priced.model.program is not None  # whose launches are not in the seconds here
+        self._launch = 0.0 if stated else priced.model.device(priced.host_group).launch_latency
 
     def all_ways(self, number: int) -> LayerFloor:
         """Return a floor of a class that holds for any microbatch: per sample as in the largest,

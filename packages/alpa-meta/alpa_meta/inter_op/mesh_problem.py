@@ -16,9 +16,10 @@ from attrs import evolve
 from alpa_interchange import ShardingProblem, ShardingSpec, SubmeshSpec
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import input_pins
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
+from alpa_meta.inter_op.layer_costs import LayerCosts
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
+from alpa_meta.inter_op.stage_costs import StageCosts
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.types import Floats

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from alpa_interchange.menu import Affine, AxisPart
 from alpa_meta.inter_op.candidates import Outlook
-from alpa_meta.inter_op.layer_costs import StageCosts
+from alpa_meta.inter_op.stage_costs import StageCosts
 from alpa_meta.types import Floats
 
 

@@ -180,9 +180,13 @@ class MeshCosts:
                 self._matrices[base] = table.at(
                     self._places(pattern, sources, table), self._places(pattern, targets, table)
                 )
-            known = self._matrices[base] * (bytes / nominal if bytes else 0.0)
+            known = self._matrices[base] * self._scale(bytes, nominal)
             self._scaled[key] = known
         return known
+
+    def _scale(self, bytes: float, nominal: float) -> float:
+        """Return what to scale the seconds of a conversion of `nominal` bytes by."""
+        return bytes / nominal if bytes else 0.0
 
     def _places(
         self, pattern: tuple[int, ...], specs: tuple[ShardingSpec, ...], table: ConversionTable

@@ -1,0 +1,183 @@
+"""The training step of a transformer as the programs of measured runs write it, in plain JAX.
+
+    weights       in half precision, beside an optimiser (Adam) with copies in single precision
+    products      queries, keys and values in one, and so gate and up of a gated network
+
+The models of `alpa_meta.corpus` are written as JAX users do: weights in single precision, cast on
+use for every microbatch, and products apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from attrs import frozen
+
+from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+
+Tree = Any
+RATE, MOMENTUM, SQUARES, DECAY = 1e-4, 0.9, 0.95, 0.1  # of Adam
+
+
+@frozen(kw_only=True)
+class StepShape:
+    """Sizes of a network and its batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int  # of heads that share keys and values
+    inner: int
+    vocab: int
+    length: int
+    batch: int
+    dtype: str
+    gated: bool  # RMSNorm, rotated queries and keys, SwiGLU; else LayerNorm, biases, GELU
+
+    @property
+    def depth(self) -> int:
+        """Return the width of a head."""
+        return self.hidden // self.heads
+
+
+def measured_step(
+    shape: StepShape,
+) -> tuple[Callable[[Tree, Tree], tuple[Tree, Tree]], tuple[Tree, Tree]]:
+    """Return a training step and the shapes of what it takes, a state and a batch."""
+
+    def loss(weights: Tree, batch: Tree) -> jax.Array:
+        return next_token_loss(_logits(weights, batch["tokens"], shape), batch["labels"])
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        value, gradients = jax.value_and_grad(loss)(state["weights"], batch)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        count = state["count"] + 1
+        mean = jax.tree.map(
+            lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, state["mean"], gradients
+        )
+        square = jax.tree.map(
+            lambda v, g: SQUARES * v + (1 - SQUARES) * g * g, state["square"], gradients
+        )
+
+        def updated(master: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            scaled = m / (1 - MOMENTUM**count) / (jnp.sqrt(v / (1 - SQUARES**count)) + 1e-8)
+            new: jax.Array = master - RATE * (scaled + DECAY * master)
+            return new
+
+        master = jax.tree.map(updated, state["master"], mean, square)
+        weights = jax.tree.map(lambda w: w.astype(shape.dtype), master)
+        made = {"weights": weights, "master": master, "mean": mean, "square": square}
+        return made | {"count": count}, {"loss": value}
+
+    def make(key: jax.Array) -> tuple[Tree, Tree]:
+        master = _weights(shape)
+        half = jax.tree.map(lambda w: w.astype(shape.dtype), master)
+        zeros = jax.tree.map(jnp.zeros_like, master)
+        state = {"weights": half, "master": master, "mean": zeros, "square": zeros}
+        batch = next_token_batch(key, shape.batch, shape.length, shape.vocab)
+        return state | {"count": jnp.zeros((), jnp.float32)}, batch
+
+    return step, jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def _weights(shape: StepShape) -> Tree:
+    hidden, inner, heads, depth = shape.hidden, shape.inner, shape.heads, shape.depth
+    norm = {"scale": jnp.ones(hidden)} | ({} if shape.gated else {"bias": jnp.zeros(hidden)})
+    layer: Tree = {"norm_1": norm, "norm_2": norm, "out": jnp.zeros((heads, depth, hidden))}
+    if shape.gated:
+        each = heads // shape.groups + 2
+        layer["qkv"] = jnp.zeros((hidden, shape.groups, each, depth))
+        layer["up"] = jnp.zeros((hidden, 2, inner))
+    else:
+        layer["qkv"] = jnp.zeros((hidden, 3, heads, depth))
+        layer["up"] = jnp.zeros((hidden, inner))
+        layer["biases"] = {
+            "qkv": jnp.zeros((3, heads, depth)),
+            "out": jnp.zeros(hidden),
+            "up": jnp.zeros(inner),
+            "down": jnp.zeros(hidden),
+        }
+    layer["down"] = jnp.zeros((inner, hidden))
+    ends: Tree = {"embed": jnp.zeros((shape.vocab, hidden)), "norm": norm}
+    if not shape.gated:
+        ends["position"] = jnp.zeros((shape.length, hidden))
+    return {
+        "layers": [layer] * shape.layers,
+        "head": jnp.zeros((hidden, shape.vocab)),
+        **ends,
+    }
+
+
+def _norm(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    if not shape.gated:
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
+    wide = wide * weights["scale"]
+    y: jax.Array = (wide if shape.gated else wide + weights["bias"]).astype(x.dtype)
+    return y
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Return x [batch, length, heads, depth] rotated by position."""
+    length, depth = x.shape[1], x.shape[-1]
+    frequency = 10000.0 ** (-jnp.arange(0, depth, 2, dtype=jnp.float32) / depth)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    both = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return both.astype(x.dtype)
+
+
+def _attention(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
+    batch, length, _ = x.shape
+    if shape.gated:
+        made = jnp.einsum("bld,dgnk->blgnk", x, weights["qkv"])
+        q, k, v = made[:, :, :, :-2], made[:, :, :, -2], made[:, :, :, -1]
+        q = _rotated(q.reshape(batch, length, shape.heads, shape.depth))
+        k = _rotated(k)
+    else:
+        made = jnp.einsum("bld,dnhk->blnhk", x, weights["qkv"]) + weights["biases"]["qkv"]
+        q, k, v = made[:, :, 0], made[:, :, 1], made[:, :, 2]
+    groups = k.shape[2]
+    q = q.reshape(batch, length, groups, shape.heads // groups, shape.depth)
+    scores = jnp.einsum("bqhgk,bmhk->bhgqm", q, k).astype(jnp.float32) / math.sqrt(shape.depth)
+    position = jnp.arange(length)
+    scores = jnp.where(position[:, None] >= position[None, :], scores, -1e9)
+    mixed = jnp.einsum("bhgqm,bmhk->bqhgk", jax.nn.softmax(scores, axis=-1).astype(x.dtype), v)
+    mixed = mixed.reshape(batch, length, shape.heads, shape.depth)
+    out = jnp.einsum("blhk,hkd->bld", mixed, weights["out"])
+    return out if shape.gated else out + weights["biases"]["out"]
+
+
+def _feed_forward(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
+    if shape.gated:
+        both = jnp.einsum("bld,dnf->blnf", x, weights["up"])
+        y: jax.Array = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]) @ weights["down"]
+        return y
+    inner = x @ weights["up"] + weights["biases"]["up"]
+    z: jax.Array = jax.nn.gelu(inner) @ weights["down"] + weights["biases"]["down"]
+    return z
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _block(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
+    """Return what a block makes of `x`; equal blocks are traced once."""
+    x = x + _attention(weights, _norm(weights["norm_1"], x, shape), shape)
+    return x + _feed_forward(weights, _norm(weights["norm_2"], x, shape), shape)
+
+
+def _logits(weights: Tree, tokens: jax.Array, shape: StepShape) -> jax.Array:
+    """Return [batch, length, vocab] in the compute dtype."""
+    x = weights["embed"][tokens]
+    if not shape.gated:
+        x = x + weights["position"]
+    for layer in weights["layers"]:
+        x = _block(layer, x, shape)
+    logits: jax.Array = _norm(weights["norm"], x, shape) @ weights["head"]
+    return logits
