@@ -12,6 +12,8 @@ from jax.interpreters import ad, batching, mlir
 from rich.console import Console
 
 import alpa_meta as alpa
+from alpa_interchange import ShardingSpec, Strategy
+from alpa_meta.planning.executor_choice import gathered_operators
 from alpa_meta.report.plan_table import print_plan
 
 
@@ -80,6 +82,32 @@ def test_the_constraint_executor_gives_the_result_of_one_device(options):
     plan = parallel.lower(*args).planned.plan
     assert [one.executor for one in plan.shardings] == ["constraint"] * options["num_stages"]
     assert all("shard_map" not in one for one in parallel.executable.compiled_texts().values())
+
+
+WHOLE = ShardingSpec(((), ()))
+ROWS = ShardingSpec((("x",), ()))
+SUM = ShardingSpec(((), ()), partial=("x",))
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "found"),
+    [
+        (WHOLE, WHOLE, ()),
+        (ROWS, WHOLE, ("row_centre",)),
+        (SUM, WHOLE, ("row_centre",)),
+        (WHOLE, ROWS, ("row_centre",)),
+        (WHOLE, SUM, ("row_centre",)),
+    ],
+)
+def test_an_operator_without_a_rule_gathers_where_what_it_reads_or_makes_is_in_parts(
+    given, read, found
+):
+    traced = jax.make_jaxpr(lambda x: jnp.sin(centre_p.bind(x)))(jnp.zeros((8, 4))).jaxpr
+    steps = [
+        Strategy(assignment=(), operands=(WHOLE,), results=(WHOLE,)),
+        Strategy(assignment=(), operands=(read,), results=(read,)),
+    ]
+    assert gathered_operators(traced.eqns, steps, {traced.invars[0]: given}) == found
 
 
 def test_auto_leaves_an_unregistered_operator_to_xla_where_it_would_be_gathered():
