@@ -38,6 +38,21 @@ def test_what_the_second_host_held_goes_to_the_first():
     assert moves.seconds >= moves.least_seconds
 
 
+def test_what_the_busiest_device_receives_over_both_links_bounds_the_seconds_of_fast_cards():
+    fast = changed_cluster(ONE_HOST, links={"inter-host": 1e15})
+    found = replan(PLAN, evolve(MENU, num_stages=1), fast)
+    whole = evolve(MENU, specs=(ShardingSpec.replicated(2),) * len(MENU.specs))
+    moves = state_moves(PLAN, whole, found)
+    # Layers 2 and 3 cross once, and go from there to the 7 others; of layers 0 and 1 each of the 8
+    # devices has an eighth. So each receives 8 matrices and 7/8 of 8 others.
+    assert by_kind(moves) == {
+        "within hosts": (8 * 7 + 8 * 7) * MATRIX,
+        "between hosts": 8 * MATRIX,
+    }
+    device = HERE.host_groups[0].intra_host.effective_bandwidth
+    assert moves.least_seconds == pytest.approx(15 * MATRIX / device)
+
+
 def test_an_array_in_pieces_moves_by_its_layers():
     found = replan(PLAN, evolve(MENU, num_stages=1), ONE_HOST)
     leaf = next(one for one in MENU.leaves if one.layer == 2)
