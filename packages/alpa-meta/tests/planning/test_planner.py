@@ -1,18 +1,21 @@
 """The planner: bounds, memory, saved plans."""
 
+import math
 import tomllib
 
 import jax
 import jax.numpy as jnp
 import pytest
+from attrs import evolve
 
 from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.options import Options
 from alpa_meta.planning.plan_identity import problem_hash
-from alpa_meta.planning.planner import make_plan, restore
+from alpa_meta.planning.planner import _finished, _on_parts, make_plan, restore
+from alpa_meta.planning.range_search import Prospect
 from alpa_meta.step.program import Step
-from cost_model import cluster
+from cost_model import calibrated_model, cluster
 from cost_model.cluster_file import parse_cluster
 
 
@@ -121,6 +124,31 @@ def test_one_stage_on_part_of_a_mixed_cluster_is_one_program(options):
     plan = make_plan(step, mixed, Options(**options)).plan
     assert plan.num_stages == 1
     assert 0 < plan.lower_bound <= plan.step_seconds
+
+
+def test_one_stage_is_not_planned_again_on_parts_of_several_kinds_of_devices():
+    step, best = Step(_step, (WEIGHTS, BATCH)), _plan(num_stages=1)
+    mixed = calibrated_model(parse_cluster(tomllib.loads(HOSTS)))
+    assert _on_parts(best, [math.inf], step, mixed, Options()) is None
+    alike = calibrated_model(cluster("h100:2"))
+    assert _on_parts(best, [math.inf], step, alike, Options()) is not None
+
+
+def test_plans_predicted_to_be_no_faster_than_one_at_hand_are_not_solved():
+    planned, solved = _plan(num_stages=1), []
+
+    def prospect(predicted, seconds):
+        def finish():
+            solved.append(predicted)
+            return evolve(planned, plan=evolve(planned.plan, step_seconds=seconds))
+
+        return Prospect(predicted, finish)
+
+    # the first takes longer than predicted, so that the second may be faster, and is
+    prospects = [prospect(4.0, 1.0), prospect(2.0, 2.5), prospect(1.0, 3.0), prospect(2.5, 1.0)]
+    best = _finished(prospects, [])
+    assert best is not None and best.plan.step_seconds == 2.5
+    assert solved == [1.0, 2.0]
 
 
 def test_memory_that_nothing_fits_says_what_is_missing():
