@@ -6,7 +6,7 @@ from alpa_interchange.mesh import SubmeshSpec
 from cost_model import cluster, logical_mesh
 from cost_model.catalogue import LINKS
 from cost_model.collective import collective_seconds
-from cost_model.link_table import bus_factor, fit_line, link_rate, link_table
+from cost_model.link_table import LinkFit, bus_factor, fit_line, link_rate, link_table
 
 # seconds of all-reduces on A100, from VIA-Research/vTrain (MIT): 64 MiB and 1 GiB
 MEASURED = {(2, 1 << 30): 5.4428e-3, (4, 1 << 30): 7.2594e-3, (8, 1 << 30): 8.193e-3}
@@ -25,6 +25,23 @@ def test_more_devices_reach_more_of_a_switched_link():
 def test_numbers_between_tables_take_the_smaller_one():
     assert link_rate(LINKS["nvlink3"], 6)[0] == link_rate(LINKS["nvlink3"], 4)[0]
     assert link_rate(LINKS["nvlink3"], 16)[0] == link_rate(LINKS["nvlink3"], 8)[0]
+
+
+@pytest.mark.parametrize(("fitted", "reached"), [(0.5e10, 0.5e10), (2e10, 1e10)])
+def test_no_fit_gives_a_link_more_than_its_stated_bandwidth(monkeypatch, fitted, reached):
+    fit = LinkFit(
+        link="own",
+        collective="all-reduce",
+        devices=2,
+        latency=2e-5,
+        bandwidth=fitted,
+        num_rows=1,
+        mape=0.0,
+        source="",
+    )
+    monkeypatch.setattr("cost_model.link_table._all_reduces", lambda: {"own": {2: fit}})
+    link = LinkSpec(name="own", bandwidth=1e10, latency=3e-6, efficiency=0.5)
+    assert link_rate(link, 2) == (reached, 1e-5)
 
 
 @pytest.mark.parametrize(("devices", "size"), MEASURED)
