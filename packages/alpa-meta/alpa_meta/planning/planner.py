@@ -18,6 +18,7 @@ from attrs import evolve
 import stage_dp
 from alpa_interchange import (
     ClusterSpec,
+    KeptMenu,
     ParallelPlan,
 )
 from alpa_meta.errors import InfeasibleError, PlanError
@@ -122,9 +123,24 @@ def _sliced_or_whole(step: Step, cluster: ClusterSpec, options: Options) -> Plan
     planned = _make_plan(step, cluster, options)
     if not may_slice(step, cluster, options):
         return planned
+    menu = planned.menu if isinstance(planned.menu, KeptMenu) else _menu(step, cluster, options)
+    if menu is None:
+        return planned
     return with_slices(
-        planned, step, cluster, options, lambda sliced, told: _make_plan(sliced, cluster, told)
+        planned,
+        menu,
+        step,
+        cluster,
+        options,
+        lambda sliced, told: _make_plan(sliced, cluster, told),
     )
+
+
+def _menu(step: Step, cluster: ClusterSpec, options: Options) -> KeptMenu | None:
+    """Return the menu of a step whose batch nothing cuts, None where it has none."""
+    whole = evolve(options, num_microbatches=options.num_microbatches or 1)
+    found = _found(lambda: _from_menu(step, calibrated_model(cluster), whole))
+    return found[0].menu if isinstance(found, tuple) else None
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:

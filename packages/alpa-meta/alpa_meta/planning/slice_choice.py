@@ -1,26 +1,32 @@
 """Token slices that nobody asked for: chosen where few sequences leave a pipeline mostly bubble.
 
-lengths   by `stage_dp.slice_tokens`, from what slices take by the step's own operators and the
-          plan's own stages, or more of them                         -> token_slices.slice_seconds
+number    by the joint search over the plan's own menu, with slices in place of microbatches:
+          stages, microbatches, shardings and memory are chosen with it      -> sliced_menu
+lengths   by `stage_dp.slice_tokens`, from what slices take by the step's own operators, on
+          those stages                                         -> token_slices.slice_seconds
 plan      of the step in these slices, taken if it is predicted to be faster
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
 import numpy as np
 from attrs import evolve, frozen
 
 import stage_dp
-from alpa_interchange import ClusterSpec
+from alpa_interchange import ClusterSpec, KeptMenu
+from alpa_interchange.menu import JointPlan
 from alpa_meta.compat import shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layer_work import one_device
 from alpa_meta.inter_op.meshes import divisors
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.planning.menu_problem import problem_of
+from alpa_meta.planning.sliced_menu import whole_in_slices
 from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.budget import MAX_PROGRAMS, num_programs
@@ -38,13 +44,12 @@ GAIN = 0.9  # of the step without slices that a predicted one must be below to b
 
 
 @frozen
-class _Pipeline:
-    """A pipeline that slices are chosen for: seconds of each stage for one microbatch, and once."""
+class _Chosen:
+    """Slices and a pipeline for them."""
 
-    seconds: tuple[float, ...]
-    step_seconds: float
+    lengths: tuple[int, ...]
+    num_stages: int
     num_microbatches: int
-    schedule: str | None
 
 
 def may_slice(step: Step, cluster: ClusterSpec, options: Options) -> bool:
@@ -60,24 +65,22 @@ def may_slice(step: Step, cluster: ClusterSpec, options: Options) -> bool:
 
 def with_slices(
     planned: Planned,
+    menu: KeptMenu,
     step: Step,
     cluster: ClusterSpec,
     options: Options,
     plan: Callable[[Step, Options], Planned],
 ) -> Planned:
-    """Return the plan of a step in token slices if that is faster, else `planned`."""
-    pipelines = _pipelines(planned, step, cluster, options)
-    if not pipelines:
-        return planned
-    count = pipelines[0].num_microbatches
+    """Return the plan of a step in token slices if that is faster, else `planned`; `menu` is of the
+    step as it is."""
     try:
-        found = _lengths(step, count, pipelines, cluster)
-        if found is None or found[0] > GAIN * planned.plan.step_seconds:
+        found = _chosen(planned.plan.step_seconds, menu, step, cluster, options)
+        if found is None:
             return planned
-        _, lengths, num_stages = found
-        told = evolve(options, num_stages=num_stages, num_microbatches=count)
+        count = found.num_microbatches
+        told = evolve(options, num_stages=found.num_stages, num_microbatches=count)
         sliced = in_whole_chunks(
-            Slices(lengths),
+            Slices(found.lengths),
             lambda slices: plan(step.in_slices(SliceRequest(slices.lengths)), told),
             fewer=True,
         )
@@ -90,39 +93,43 @@ def with_slices(
     return evolve(sliced, plan=evolve(sliced.plan, lower_bound=bound))
 
 
-def _pipelines(
-    planned: Planned, step: Step, cluster: ClusterSpec, options: Options
-) -> list[_Pipeline]:
-    """Return the pipelines that slices are chosen for, of more stages than microbatches: that of a
-    plan, and equal stages, more of them, that do its work on all devices in the same time; of a
-    plan that has one stage, a stage for every device."""
-    stages = [stage.candidate for stage in planned.plan.stage_plan.stages]
-    num_layers, devices = len(planned.plan.layers), cluster.num_devices
-    if len(stages) == 1:
-        count = min(options.num_stages or devices, num_layers)
-        microbatches = options.num_microbatches or step.batch_size or 1
-        seconds, schedule = [(0.0,) * count], options.schedule
-    else:
-        microbatches = planned.plan.num_microbatches
-        seconds = [tuple(max(one.seconds, 1e-12) for one in stages)]
-        schedule = planned.plan.stage_plan.schedule
-        if options.num_stages is None:
-            work = sum(one.seconds * one.submesh.num_devices for one in stages)
-            counts = [one for one in divisors(devices) if len(stages) < one <= num_layers]
-            seconds += [(work / devices,) * count for count in counts]
-    update = max(one.step_seconds for one in stages)
-    return [
-        _Pipeline(each, update, microbatches, schedule)
-        for each in seconds
-        if len(each) > microbatches
-    ]
+def _chosen(
+    known: float, menu: KeptMenu, step: Step, cluster: ClusterSpec, options: Options
+) -> _Chosen | None:
+    """Return the slices and the pipeline whose step is predicted to be fastest, None where none is
+    worth planning beside one of `known` seconds."""
+    table = _slice_table(step, min(menu.counts), cluster)
+    if table is None:
+        return None
+    slices, seconds = table
+    # All sequences at once are no microbatch that a menu has rows of, but slices may be of them.
+    problem = problem_of(menu, cluster, options.memory, options.num_microbatches or 1)
+    cells, limit = len(seconds) - 1, GAIN * known
+    best: tuple[JointPlan, int] | None = None
+    for number in divisors(cells)[1:]:
+        grain = cells // number
+        each = [float(seconds[k * grain, (k + 1) * grain]) for k in range(number)]
+        work = sum(each) / float(seconds[0, -1])
+        try:
+            plan = stage_dp.solve_joint(whole_in_slices(problem, number, work), worth=limit)
+        except stage_dp.InfeasibleError:
+            continue
+        # Slices of one stage fill no bubble; too many programs would not be compiled.
+        fits = 1 < len(plan.stages) and number <= _most_slices(len(plan.stages), cluster, options)
+        if fits and plan.step_seconds < limit:
+            best, limit = (plan, number), plan.step_seconds
+    if best is None:
+        return None
+    plan, number = best
+    lengths = _lengths(seconds, slices, plan, number)
+    return _Chosen(lengths, len(plan.stages), plan.num_microbatches // number)
 
 
-def _lengths(
-    step: Step, num_microbatches: int, pipelines: Sequence[_Pipeline], cluster: ClusterSpec
-) -> tuple[float, tuple[int, ...], int] | None:
-    """Return the predicted step, the lengths of the best slices, and the stages of their pipeline;
-    None: one slice is best."""
+def _slice_table(
+    step: Step, num_microbatches: int, cluster: ClusterSpec
+) -> tuple[Slices, Array] | None:
+    """Return two slices that the step can be cut into, and what slices between any two of some
+    equal cells take on one device (`slice_seconds`); None where it cannot be cut."""
     program = step.program(num_microbatches)
     if program.inexact:
         return None
@@ -138,50 +145,43 @@ def _lengths(
         except SlicingError as error:
             _LOG.info("no slices of %d tokens: %s", slices.tokens, error)
             continue
-        cells = min(CELLS, slices.tokens)
-        table = slice_seconds(analysis, one_device(cluster), cells)
+        table = slice_seconds(analysis, one_device(cluster), min(CELLS, slices.tokens))
         if table[0, -1] > 0:
-            found = [_best(table, slices, pipeline, cluster) for pipeline in pipelines]
-            return min((one for one in found if one is not None), default=None)
+            return slices, table
     return None
 
 
-def _best(
-    table: Array, slices: Slices, pipeline: _Pipeline, cluster: ClusterSpec
-) -> tuple[float, tuple[int, ...], int] | None:
-    """Return the step, the lengths and the stages of the coarsest slices that are about as fast as
-    any."""
-    cells = len(table) - 1
-    found, most = [], _most_slices(pipeline, cluster)
-    for grain in (one for one in range(cells // 2, 0, -1) if cells % one == 0):
-        plan = _sliced(table[::grain, ::grain], pipeline)
-        cut = max((one for _, one in plan.groups), key=len)
-        if 1 < len(cut) <= most:
-            found.append((plan.step_seconds, tuple(grain * one for one in cut)))
-    if not found:
-        return None
-    enough = ENOUGH * min(found)[0]
-    seconds, cut = next(one for one in found if one[0] <= enough)
-    bounds = np.cumsum((0, *cut)) * slices.tokens // cells
-    return seconds, tuple(np.diff(bounds).tolist()), len(pipeline.seconds)
-
-
-def _sliced(table: Array, pipeline: _Pipeline) -> stage_dp.TokenPlan:
-    """Return the best slices of cells of `table` [positions, positions], one device's seconds."""
-    count, whole = len(pipeline.seconds), float(table[0, -1])
-    known = any(pipeline.seconds)
-    mean = float(np.mean(pipeline.seconds)) if known else whole / count
-    problem = stage_dp.TokenProblem(
-        seconds=(table * (mean / whole))[None],
-        num_samples=pipeline.num_microbatches,
-        stage_scale=tuple(one / mean for one in pipeline.seconds) if known else (1.0,) * count,
-        step_seconds=pipeline.step_seconds,
+def _lengths(table: Array, slices: Slices, plan: JointPlan, num_slices: int) -> tuple[int, ...]:
+    """Return the lengths of the coarsest slices, at most `num_slices`, that are about as fast as
+    any on the stages of a plan of so many equal ones."""
+    cells, times = (
+        len(table) - 1,
+        [one.forward_seconds + one.backward_seconds for one in plan.stages],
     )
-    return stage_dp.slice_tokens(problem)
+    mean = float(np.mean(times))
+    equal = cells // num_slices
+    each = sum(float(table[k, k + equal]) for k in range(0, cells, equal)) / num_slices
+    found = []
+    for grain in (one for one in divisors(cells)[::-1] if one < cells):
+        cut = stage_dp.slice_tokens(
+            stage_dp.TokenProblem(
+                seconds=(table[::grain, ::grain] * (mean / each))[None],
+                num_samples=plan.num_microbatches // num_slices,
+                stage_scale=tuple(max(one / mean, 1e-9) for one in times),
+                step_seconds=max(one.step_seconds for one in plan.stages),
+            )
+        )
+        longest = max((one for _, one in cut.groups), key=len)
+        if 1 < len(longest) <= num_slices:
+            found.append((cut.step_seconds, tuple(grain * one for one in longest)))
+    enough = ENOUGH * min(found, default=(math.inf,))[0]
+    whole = (enough, (equal,) * num_slices)
+    bounds = np.cumsum((0, *next((one for one in found if one[0] <= enough), whole)[1]))
+    return tuple(np.diff(bounds * slices.tokens // cells).tolist())
 
 
-def _most_slices(pipeline: _Pipeline, cluster: ClusterSpec) -> int:
+def _most_slices(num_stages: int, cluster: ClusterSpec, options: Options) -> int:
     """Return the slices whose programs a host compiles, of its share of the stages."""
     hosts = sum(group.num_hosts for group in cluster.host_groups)
-    share = -(-len(pipeline.seconds) // hosts)
-    return MAX_PROGRAMS // num_programs(share, pipeline.schedule or "1f1b", 1)
+    share = -(-num_stages // hosts)
+    return MAX_PROGRAMS // num_programs(share, options.schedule or "1f1b", 1)

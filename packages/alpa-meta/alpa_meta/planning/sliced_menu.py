@@ -1,9 +1,13 @@
-"""The joint search for a step in token slices.
+"""The joint search for a step in token slices: by a menu of slices, and by one of whole sequences.
 
 A microbatch in S slices passes through the stages as S microbatches would of a share 1/S of its
 seconds and activations, all alive before the first goes back: those of the "gpipe" schedule. That
 is what is searched; slices are about as long as one another, which is what they are cut for. The
 chosen stages are then priced with the slices' own seconds, under every schedule they may run by.
+
+Before a step is cut, rows of whole microbatches say what its slices would take: what a row takes
+per sample is shared by them, times what all slices do of the whole one's work, since each has the
+keys up to its end only; what it takes for any microbatch, each of them takes. -> whole_in_slices()
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from attrs import evolve, fields, has
 
 import stage_dp
 from alpa_interchange import StageCandidate, StagePlan, TokenSlice
-from alpa_interchange.menu import Affine, JointProblem, LayerFloor
+from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerRow
 from alpa_meta.options import Options
 from alpa_meta.types import Function, PyTree
 
@@ -45,6 +49,58 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
         boundary_floor=shared(problem.boundary_floor),
         floors_at=None if floors is None else floors_at,
     )
+
+
+def whole_in_slices(problem: JointProblem, num_slices: int, work: float) -> JointProblem:
+    """Return the problem of as many slices of each microbatch of this one, whose rows are of whole
+    sequences; `work`: what the slices of a sequence do, of what it does as a whole. Without proof,
+    as floors are of whole sequences too."""
+    share = 1.0 / num_slices
+
+    def seconds(whole: Affine) -> Affine:
+        return Affine(whole.fixed, whole.each * share * work)
+
+    def sent(price: Function[Affine]) -> Function[Affine]:
+        return lambda *place: _each(price(*place), share)
+
+    def sliced(row: LayerRow) -> LayerRow:
+        waiting = row.waiting_bytes
+        return evolve(
+            row,
+            forward=seconds(row.forward),
+            backward_input=seconds(row.backward_input),
+            backward_weight=seconds(row.backward_weight),
+            split_seconds=seconds(row.split_seconds),
+            activation_bytes=_scaled(row.activation_bytes, share),
+            delayed_bytes=_scaled(row.delayed_bytes, share),
+            waiting_bytes=None if waiting is None else _scaled(waiting, share),
+            transient_bytes=_each(row.transient_bytes, share),
+        )
+
+    meshes = tuple(
+        evolve(
+            mesh,
+            rows=tuple(tuple(map(sliced, rows)) for rows in mesh.rows),
+            conversion={pair: _each(one, share) for pair, one in mesh.conversion.items()},
+            floors=(),
+        )
+        for mesh in problem.menu.meshes
+    )
+    return evolve(
+        problem,
+        menu=evolve(problem.menu, meshes=meshes),
+        batch_size=problem.batch_size * num_slices,
+        counts=tuple(count * num_slices for count in problem.counts or ()) or None,
+        schedules=SEARCHED,
+        boundary=sent(problem.boundary),
+        boundary_floor=sent(problem.boundary_floor),
+        floors_at=None,
+        proof=False,
+    )
+
+
+def _each(whole: Affine, share: float) -> Affine:
+    return Affine(whole.fixed, whole.each * share)
 
 
 def _scaled(value: PyTree, share: float) -> PyTree:

@@ -1,31 +1,100 @@
-import jax
-import jax.numpy as jnp
-import perceptron
+import numpy as np
 import pytest
+from attrs import evolve
 
-from alpa_meta.options import Options
-from alpa_meta.planning.planner import make_plan
-from alpa_meta.planning.slice_choice import _pipelines
-from alpa_meta.step.program import Step
-from cost_model import cluster
+import alpa_meta as alpa
+import stage_dp
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
+from alpa_meta.corpus import published
+from alpa_meta.planning import planner, slice_choice
+from alpa_meta.planning.sliced_menu import whole_in_slices
+from alpa_meta.token_slices.places import Slices
 
-CLUSTER = cluster("p3.16xlarge:8")
-WEIGHTS = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
-STEP = Step(perceptron.step, (WEIGHTS, jax.ShapeDtypeStruct((64, 256), jnp.float32)))
+ROW = LayerRow(
+    forward=Affine(0.5, 2.0),
+    backward_input=Affine(0.25, 4.0),
+    step_seconds=3.0,
+    state_bytes=5.0,
+    activation_bytes=Affine(1.0, 7.0),
+    transient_bytes=Affine(1.0, 2.0),
+)
 
 
-@pytest.mark.parametrize(("microbatches", "lengths"), [(1, [2, 4, 8]), (2, [4, 8]), (4, [8])])
-def test_slices_are_tried_in_more_stages_too_where_microbatches_are_fewer(microbatches, lengths):
-    """As in TeraPipe's GPT-3 of 13 billion on 320 V100, which has 15 stages for 32 sequences, and
-    in slices 40: 1.24 s a step, not 1.60."""
-    told = {"num_microbatches": microbatches, "num_layers": 8, "cache": False}
-    planned = make_plan(STEP, CLUSTER, Options(num_stages=2, **told))
-    found = _pipelines(planned, STEP, CLUSTER, Options(**told))
-    assert [len(one.seconds) for one in found] == lengths
-    stages = [one.candidate for one in planned.plan.stage_plan.stages]
-    work = sum(one.seconds * one.submesh.num_devices for one in stages)
-    for one in found[lengths.count(2) :]:  # equal stages do the same work on all devices
-        devices = CLUSTER.num_devices / len(one.seconds)
-        assert sum(one.seconds) * devices == pytest.approx(work)
-    asked = _pipelines(planned, STEP, CLUSTER, Options(num_stages=2, **told))
-    assert [len(one.seconds) for one in asked] == ([2] if microbatches == 1 else [])
+def problem(batch=2, layers=4):
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="data", size=1),)),
+        rows=((ROW,),),
+    )
+    return JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * layers, meshes=(mesh,)),
+        batch_size=batch,
+        counts=(1, batch),
+        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=layers, memory=1e9),),
+        boundary=lambda a, y, b, x, link: Affine(0.125, 1.0),
+    )
+
+
+def test_slices_share_what_a_row_takes_per_sample_and_each_take_what_it_takes_anyway():
+    sliced = whole_in_slices(problem(), 4, 0.75)
+    ((row,),) = sliced.menu.meshes[0].rows
+    assert row.forward == Affine(0.5, 2.0 * 0.75 / 4)
+    assert row.backward_input == Affine(0.25, 4.0 * 0.75 / 4)
+    assert row.activation_bytes == Affine(0.25, 7.0 / 4)
+    assert row.transient_bytes == Affine(1.0, 0.5)
+    assert (row.step_seconds, row.state_bytes) == (3.0, 5.0)
+    assert (sliced.batch_size, sliced.counts) == (8, (4, 8))
+    assert sliced.boundary(0, 0, 0, 0, "host") == Affine(0.125, 0.25)
+
+
+def test_a_pipeline_of_slices_is_that_of_as_many_microbatches_where_nothing_is_fixed():
+    row = evolve(ROW, forward=Affine(0.0, 2.0), backward_input=Affine(0.0, 4.0))
+    base = problem(batch=8)
+    menu = evolve(base.menu, meshes=(evolve(base.menu.meshes[0], rows=((row,),)),))
+    base = evolve(
+        base, menu=menu, counts=(1, 8), boundary=lambda *place: Affine(0.0, 0.0), num_stages=4
+    )
+    eight = stage_dp.solve_joint(evolve(base, counts=(8,), schedules=("gpipe",)))
+    sliced = stage_dp.solve_joint(whole_in_slices(evolve(base, counts=(1,)), 8, 1.0))
+    assert sliced.num_microbatches == 8
+    assert sliced.step_seconds == pytest.approx(eight.step_seconds)
+
+
+def steps(batch, **options):
+    """Return the plans made on the way to that of a GPT of 4 layers on 4 V100, the last one."""
+    model = published("gpt-125m", num_layers=4, length=1024, batch=batch)
+    made, make = [], planner._make_plan
+
+    def noted(step, cluster, told):
+        made.append(make(step, cluster, told))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_make_plan", noted)
+        step = alpa.parallelize(
+            model.train_step, cluster="p3.16xlarge:4", cache=False, exact=model.exact, **options
+        )
+        return made, step.plan_for(model.state, model.batch)
+
+
+def test_one_sequence_on_many_stages_is_cut_into_slices():
+    (whole, sliced), plan = steps(1, num_stages=4)
+    assert len(plan.program.token_slices) > 1 and sum(plan.program.token_slices) == 1024
+    assert plan.step_seconds == sliced.plan.step_seconds < 0.9 * whole.plan.step_seconds
+    assert plan.lower_bound <= plan.step_seconds
+
+
+def test_slices_that_the_menu_predicts_to_be_slower_are_not_planned():
+    made, plan = steps(1)
+    assert len(made) == 1 and plan.program.token_slices == ()
+
+
+def test_slices_are_no_shorter_than_what_fills_the_pipeline():
+    table = np.triu(np.subtract.outer(np.arange(9), np.arange(9)).T.astype(float), 1)
+    plan = stage_dp.solve_joint(whole_in_slices(evolve(problem(1), num_stages=4), 8, 1.0))
+    slices = Slices((32, 32))
+    for most in (2, 4, 8):
+        lengths = slice_choice._lengths(table, slices, plan, most)
+        assert 1 < len(lengths) <= most and sum(lengths) == 64
