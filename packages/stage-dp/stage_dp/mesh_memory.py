@@ -36,10 +36,18 @@ class Chunk:
 def bytes_together(chunks: Sequence[Chunk], alive: Index) -> float:
     """Return the bytes per device of a mesh with these chunks, `alive` [moments, chunks]; chunks
     beyond these count nothing."""
+    return fullest(chunks, alive)[0]
+
+
+def fullest(chunks: Sequence[Chunk], alive: Index) -> tuple[float, tuple[int, ...]]:
+    """Return the bytes of a mesh and the microbatches of each chunk that are alive when it needs
+    them."""
     more = alive[:, : len(chunks)] - np.array([c.in_flight for c in chunks])
     held = more @ np.array([c.activation for c in chunks])
     lasting = sum(c.lasting for c in chunks)
-    return lasting + float(held.max()) + max(c.transient for c in chunks)
+    at = int(held.argmax())
+    needed = lasting + float(held[at]) + max(c.transient for c in chunks)
+    return needed, tuple(alive[at].tolist())
 
 
 def alive_together(plan: StagePlan | JointPlan) -> tuple[Index, ...]:
