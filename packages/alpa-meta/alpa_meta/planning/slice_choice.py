@@ -41,9 +41,9 @@ ENOUGH = 1.05
 """Coarser slices are taken where the step is no slower than this times the fastest: each slice is a
 program to compile for each pass of each stage."""
 GAIN = 0.9
-"""Of the step without slices that a predicted one must be below to be planned at all, which takes as
-long as the first plan: of six steps in slices predictions were from a tenth too slow to a third too
-fast."""
+"""Of the step without slices that a predicted one must be below to be planned at all, which takes
+as long as the first plan: of six steps in slices predictions were from a tenth too slow to a third
+too fast."""
 
 
 @frozen
