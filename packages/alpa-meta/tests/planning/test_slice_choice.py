@@ -64,7 +64,7 @@ def test_a_pipeline_of_slices_is_that_of_as_many_microbatches_where_nothing_is_f
 
 def steps(batch, **options):
     """Return the plans made on the way to that of a GPT of 4 layers on 4 V100, the last one."""
-    model = published("gpt-125m", num_layers=4, length=1024, batch=batch)
+    model = published("gpt-125m", num_layers=4, length=2048, batch=batch)
     made, make = [], planner._make_plan
 
     def noted(step, cluster, told):
@@ -81,7 +81,7 @@ def steps(batch, **options):
 
 def test_one_sequence_on_many_stages_is_cut_into_slices():
     (whole, sliced), plan = steps(1, num_stages=4)
-    assert len(plan.program.token_slices) > 1 and sum(plan.program.token_slices) == 1024
+    assert len(plan.program.token_slices) > 1 and sum(plan.program.token_slices) == 2048
     assert plan.step_seconds == sliced.plan.step_seconds < 0.9 * whole.plan.step_seconds
     assert plan.lower_bound <= plan.step_seconds
 
