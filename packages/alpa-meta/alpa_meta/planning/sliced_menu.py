@@ -19,7 +19,7 @@ from attrs import evolve, fields, has
 
 import stage_dp
 from alpa_interchange import StageCandidate, StagePlan, TokenSlice
-from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerRow
+from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerMenu, LayerRow
 from alpa_meta.options import Options
 from alpa_meta.types import Function, PyTree
 
@@ -39,16 +39,8 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
     def shared(price: Function[Affine]) -> Function[Affine]:
         return lambda *place: cast(Affine, _scaled(price(*place), share))
 
-    return evolve(
-        problem,
-        menu=_scaled(problem.menu, share),
-        batch_size=problem.batch_size * num_slices,
-        counts=tuple(count * num_slices for count in problem.counts or ()) or None,
-        schedules=SEARCHED,
-        boundary=shared(problem.boundary),
-        boundary_floor=shared(problem.boundary_floor),
-        floors_at=None if floors is None else floors_at,
-    )
+    sliced = _of_slices(problem, num_slices, _scaled(problem.menu, share), shared)
+    return evolve(sliced, floors_at=None if floors is None else floors_at)
 
 
 def whole_in_slices(problem: JointProblem, num_slices: int, work: float) -> JointProblem:
@@ -86,16 +78,22 @@ def whole_in_slices(problem: JointProblem, num_slices: int, work: float) -> Join
         )
         for mesh in problem.menu.meshes
     )
+    menu = evolve(problem.menu, meshes=meshes)
+    return evolve(_of_slices(problem, num_slices, menu, sent), floors_at=None, proof=False)
+
+
+def _of_slices(
+    problem: JointProblem, num_slices: int, menu: LayerMenu, price: Function[Function[Affine]]
+) -> JointProblem:
+    """Return the problem with slices for microbatches: `price` makes that of a boundary theirs."""
     return evolve(
         problem,
-        menu=evolve(problem.menu, meshes=meshes),
+        menu=menu,
         batch_size=problem.batch_size * num_slices,
         counts=tuple(count * num_slices for count in problem.counts or ()) or None,
         schedules=SEARCHED,
-        boundary=sent(problem.boundary),
-        boundary_floor=sent(problem.boundary_floor),
-        floors_at=None,
-        proof=False,
+        boundary=price(problem.boundary),
+        boundary_floor=price(problem.boundary_floor),
     )
 
 
