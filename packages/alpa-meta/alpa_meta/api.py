@@ -15,6 +15,7 @@ from attrs import evolve
 import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
+from alpa_meta.calls import Calls, call_key, options_for
 from alpa_meta.checkpoints.restoring import Checkpoint
 from alpa_meta.checkpoints.saving import Saving, save
 from alpa_meta.compat import trace_settings
@@ -33,17 +34,10 @@ from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
 from alpa_meta.planning.shared_plan import agreed_plan, check_stages, is_distributed
-from alpa_meta.step.arguments import (
-    abstract_arguments,
-    check_positions,
-    is_array,
-    of_state_and_batch,
-    positional,
-)
+from alpa_meta.step.arguments import of_state_and_batch, positional
 from alpa_meta.step.program import Step
-from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
+from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects
 from alpa_meta.survival import RayRuns, resumed, save_if_due
-from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.types import Function, P, PyTree, R
 from mesh_runtime import StepError
 
@@ -70,8 +64,9 @@ class ParallelStep(Generic[P, R]):
         self._function = function
         self._cluster = cluster
         self.options = options
+        self._calls = Calls(function)
         self._cache: dict[Hashable, tuple[Step, Lowered, PureCall]] = {}
-        self._buckets = Buckets(options)
+        self._buckets = Buckets()
         self._latest: Hashable = None
         self._running: set[Hashable] = set()  # keys of what is compiled,
         self._evaluated: set[Hashable] = set()  # and without its backward
@@ -126,26 +121,25 @@ class ParallelStep(Generic[P, R]):
 
         Run it with `parallelize(step, plan=...)`; options fix what they name.
         """
-        return sample_plan(self._traced(self._pure(args)), self.cluster, self.options, seed).plan
+        step = self._calls.traced(self._pure(args), self.options)
+        return sample_plan(step, self.cluster, options_for(step, self.options), seed).plan
 
     def lower(self, *args: PyTree, **keywords: PyTree) -> Lowered:
         """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
         return self._lowered(self._pure(positional(self._function, args, keywords)), runs=False)
 
     def _lowered(self, call: PureCall, runs: bool = True) -> Lowered:
-        key = self._key(call)
+        key = call_key(call, self.options.static_argnums)
         if key not in self._cache:
             if runs and self._pool is not None:
                 self._pool.check_reachable()
-            step = self._traced(call)
+            step = self._calls.traced(call, self.options)
             self._cache[key] = (step, Lowered(self._planned(step), self.options, self._pool), call)
         self._latest = key
         return self._cache[key][1]
 
     def _pure(self, args: Sequence[PyTree]) -> PureCall:
-        batch, static = self.options.batch_argnums, self.options.static_argnums
-        check_positions(self._function, len(args), batch_argnums=batch, static_argnums=static)
-        return pure_call(self._function, args, static)
+        return self._calls.pure(args, self.options, lambda: self.cluster)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -156,34 +150,26 @@ class ParallelStep(Generic[P, R]):
         if self._pool is not None or not is_distributed():
             return self._found(step)
         check_stages(self.options)
-        return restore(step, agreed_plan(lambda: self._found(step).plan), self.options)
+        return restore(
+            step, agreed_plan(lambda: self._found(step).plan), options_for(step, self.options)
+        )
 
     def _found(self, step: Step) -> Planned:
-        options = self.options
+        options = options_for(step, self.options)
         if options.dynamic_dims is not None:
             if options.plan is not None and not self._buckets.made:
                 saved = at_planned_shapes(step, options.plan)
                 self._buckets.add_origin(saved, restore(saved, options.plan, options))
-            return self._buckets.planned(step, self._searched)
+            return self._buckets.planned(step, options, self._searched)
         if options.plan is not None:
             return restore(step, options.plan, options)
         return self._searched(step)
 
     def _searched(self, step: Step) -> Planned:
-        options = self.options
+        options = options_for(step, self.options)
         if self._pool is None and is_distributed():
             options = evolve(options, num_stages=1)
         return make_plan(step, self.cluster, options)
-
-    def _traced(self, call: PureCall) -> Step:
-        static = self.options.static_argnums
-        shapes = abstract_arguments(call.args, static)
-        batch, exact = self.options.batch_argnums, self.options.exact
-        plan, offloads = self.options.plan, self.options.offload == "moments"
-        slices = self.options.slice_request
-        if plan is not None:
-            slices = SliceRequest(plan.program.token_slices)
-        return Step(call.function, shapes, batch, static, exact, offloads, slices)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -442,21 +428,6 @@ class ParallelStep(Generic[P, R]):
         if self.supervisor is not None:
             self.supervisor.note_source(state, make, name)
         return state
-
-    def _key(self, call: PureCall) -> Hashable:
-        static_argnums = self.options.static_argnums
-        leaves, tree = jax.tree.flatten(
-            tuple(None if k in static_argnums else arg for k, arg in enumerate(call.args))
-        )
-        static = tuple(call.args[k] for k in static_argnums if k < len(call.args))
-        return tree, tuple(map(_leaf_key, leaves)), static, call.key, trace_settings()
-
-
-def _leaf_key(leaf: PyTree) -> object:
-    """Return what a plan depends on of a leaf: of what is no array, all."""
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return tuple(leaf.shape), str(leaf.dtype)
-    return type(leaf) if is_array(leaf) or not isinstance(leaf, Hashable) else leaf
 
 
 AnyStep: TypeAlias = "ParallelStep[..., PyTree]"  # type: ignore[explicit-any]  # of any signature

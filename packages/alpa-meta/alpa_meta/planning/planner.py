@@ -28,13 +28,14 @@ from alpa_meta.inter_op.recomputation import chosen_recomputation
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_axes
+from alpa_meta.planning.batch_search import trace_step
 from alpa_meta.planning.chosen_plan import Planned, chosen_stages
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.finished_search import Finish, step_seconds_of
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
-from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
+from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.menu_search import search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import check_exact, larger_counts, microbatch_counts_of
 from alpa_meta.planning.offload_choice import with_offload
@@ -79,10 +80,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """
     _check_stages(cluster, options)
     with collections_paused(), programs_forgotten():
-        check_arguments_fit(step.args, cluster, options)  # before the step is traced
-        options.progress("trace", 0, 1)
-        step.traced(None)
-        options.progress("trace", 1, 1)
+        trace_step(step, cluster, options)
         options = with_user_mesh(step.program(1), cluster, options)
         planned = searched_once(
             step,

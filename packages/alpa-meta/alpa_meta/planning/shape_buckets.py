@@ -30,6 +30,7 @@ from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.outlooks import staged_outlook
+from alpa_meta.step.batch_dims import moved_by_path, moved_dim
 from alpa_meta.step.program import Program, Step
 from alpa_meta.types import PyTree
 from cost_model import calibrated_model
@@ -71,8 +72,7 @@ class Bucket:
 class Buckets:
     """The plans of one step for batches of different shapes, in the order they were made."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._origins: list[tuple[Step, Planned]] = []
         self.made: list[Bucket] = []
 
@@ -80,14 +80,14 @@ class Buckets:
         """Let the choices of `planned` serve the steps that follow."""
         self._origins.append((step, planned))
 
-    def planned(self, step: Step, search: Callable[[Step], Planned]) -> Planned:
+    def planned(self, step: Step, options: Options, search: Callable[[Step], Planned]) -> Planned:
         """Return the plan for `step`: an earlier one's choices where they fit, else by `search`."""
-        marked = marked_dims(self._options.dynamic_dims, step)
+        marked = marked_dims(options.dynamic_dims, step)
         reason = ""
         for known, planned in self._origins:
             try:
                 _check_marked(known, step, marked)
-                found = taken_over(planned, known, step, self._options)
+                found = taken_over(planned, known, step, options)
             except MisfitError as error:
                 reason = reason or str(error)
                 continue
@@ -120,10 +120,7 @@ def at_planned_shapes(step: Step, plan: ParallelPlan) -> Step:
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         args[number] = jax.tree.unflatten(tree, resized)
-    batch, static = step.batch_argnums, step.static_argnums
-    return Step(
-        step.function, tuple(args), batch, static, offloads=step.offloads, slices=step.slices
-    )
+    return step.with_arguments(tuple(args))
 
 
 def marked_dims(prefix: PyTree, step: Step) -> dict[str, frozenset[int]]:
@@ -139,9 +136,12 @@ def marked_dims(prefix: PyTree, step: Step) -> dict[str, frozenset[int]]:
     except ValueError as error:
         raise PlanError(f"dynamic_dims must be a pytree prefix of the batch: {error}") from None
     leaves = jax.tree.leaves(marks, is_leaf=_is_mark)
-    paths = step.paths_of(arguments)
+    paths, first = step.paths_of(arguments), moved_by_path(step)
     return {
-        path: _dims(mark, path, len(getattr(leaf, "shape", ())))
+        path: frozenset(
+            moved_dim(dim, first.get(path, 0))
+            for dim in _dims(mark, path, len(getattr(leaf, "shape", ())))
+        )
         for path, leaf, mark in zip(paths, jax.tree.leaves(tree), leaves, strict=True)
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from attrs import frozen
@@ -63,3 +63,24 @@ class LeftOut:
     layers: Mapping[int, int]
     paths: frozenset[str]
     copies: Mapping[Var, int]
+
+
+def no_common_dim(batch: Sequence[Leaf]) -> str:
+    """Return why the batch arrays of a step can only be taken whole."""
+    members: dict[int, list[Leaf]] = {}
+    for leaf in batch:
+        members.setdefault(leaf.aval.shape[0], []).append(leaf)
+    if not members:
+        return (
+            "no argument of the step looks like a batch (arrays that are not returned as new "
+            "state); name the batch arguments with batch_argnums"
+        )
+    sizes = ", ".join(
+        f"{alike[0].path} {alike[0].aval.dtype}{list(alike[0].aval.shape)}"
+        + (f" (and {len(alike) - 1} more of {size})" if len(alike) > 1 else "")
+        for size, alike in members.items()
+    )
+    return (
+        f"the arrays of the batch differ in their first dim: {sizes}; pass those that are not "
+        "cut as arguments of their own, and name the arguments to cut with batch_argnums"
+    )

@@ -28,7 +28,7 @@ from alpa_meta.step.arguments import (
     flat_arguments,
     is_array,
 )
-from alpa_meta.step.leaves import Leaf, LeftOut, OutputTree, Part
+from alpa_meta.step.leaves import Leaf, LeftOut, OutputTree, Part, no_common_dim
 from alpa_meta.step.phases import Phases, classify
 from alpa_meta.step.roles import input_roles, moments
 from alpa_meta.step.trace import trace
@@ -108,6 +108,7 @@ class Step:
     """A user's function with given argument shapes: how to flatten calls and rebuild results.
 
     Leaves that are no arrays (functions or strings inside modules) are kept aside and put back.
+    `batch_dims` are the dims of its arrays that were moved in front (`alpa_meta.step.batch_dims`).
     """
 
     function: Function[PyTree]
@@ -117,6 +118,7 @@ class Step:
     exact: bool = True  # whether microbatches must compute what the whole batch does
     offloads: bool = False  # whether the optimiser's arrays are kept in the memory of the hosts
     slices: SliceRequest = SliceRequest()  # of the tokens
+    batch_dims: tuple[int, ...] = ()
     short: dict[Hashable, object] = field(
         factory=dict, repr=False
     )  # `planning.outlooks` keeps here
@@ -124,27 +126,28 @@ class Step:
     _programs: dict[int, Program] = field(factory=dict, repr=False)
 
     @functools.cached_property
-    def _arguments(self) -> Arguments:
+    def arguments(self) -> Arguments:
+        """The leaves of the arguments but the static ones."""
         return flat_arguments(self.args, self.static_argnums)
 
     @functools.cached_property
     def _named_arrays(self) -> list[tuple[str, PyTree]]:
-        return self._arguments.named_arrays(argument_names(self.function, len(self.args)))
+        return self.arguments.named_arrays(argument_names(self.function, len(self.args)))
 
     def flatten(self, args: Sequence[PyTree]) -> list[PyTree]:
         """Return the array leaves of a call, in the order of `Program.inputs`; checks the
         structure."""
         arguments = flat_arguments(args, self.static_argnums)
-        if arguments.treedef != self._arguments.treedef:
+        if arguments.treedef != self.arguments.treedef:
             raise PlanError(
                 "the step is called with another structure of arguments than it was planned for: "
-                f"{arguments.treedef} instead of {self._arguments.treedef}"
+                f"{arguments.treedef} instead of {self.arguments.treedef}"
             )
         return arguments.arrays()
 
     def unflatten(self, leaves: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Return the arguments of a call with these array leaves."""
-        return tuple(self._arguments.call_with(leaves))
+        return tuple(self.arguments.call_with(leaves))
 
     def rebuilt(self, results: Sequence[PyTree]) -> PyTree:
         """Return the step's result with these arrays."""
@@ -176,24 +179,7 @@ class Step:
         """Why the batch can only be taken whole, for want of a common first dim; else empty."""
         if self.batch_size is not None:
             return ""
-        members: dict[int, list[Leaf]] = {}
-        for leaf in self.leaves:
-            if leaf.role == "batch":
-                members.setdefault(leaf.aval.shape[0], []).append(leaf)
-        if not members:
-            return (
-                "no argument of the step looks like a batch (arrays that are not returned as new "
-                "state); name the batch arguments with batch_argnums"
-            )
-        sizes = ", ".join(
-            f"{alike[0].path} {alike[0].aval.dtype}{list(alike[0].aval.shape)}"
-            + (f" (and {len(alike) - 1} more of {size})" if len(alike) > 1 else "")
-            for size, alike in members.items()
-        )
-        return (
-            f"the arrays of the batch differ in their first dim: {sizes}; pass those that are not "
-            "cut as arguments of their own, and name the arguments to cut with batch_argnums"
-        )
+        return no_common_dim([leaf for leaf in self.leaves if leaf.role == "batch"])
 
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -212,26 +198,28 @@ class Step:
         """Return the step for batches of another number of examples."""
         arrays = [
             jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) if is_batch else array
-            for array, is_batch in zip(self._arguments.arrays(), self._batch, strict=True)
+            for array, is_batch in zip(self.arguments.arrays(), self._batch, strict=True)
         ]
-        args = tuple(self._arguments.call_with(arrays))
-        batch, static = self.batch_argnums, self.static_argnums
-        return Step(self.function, args, batch, static, offloads=self.offloads, slices=self.slices)
+        return evolve(
+            self, short={}, traces={}, programs={}, args=tuple(self.arguments.call_with(arrays))
+        )
 
     def with_offload(self) -> Step:
         """Return the step with the optimiser's arrays in the memory of the hosts."""
-        batch, static = self.batch_argnums, self.static_argnums
-        return Step(self.function, self.args, batch, static, self.exact, True, self.slices)
+        return evolve(self, short={}, traces={}, programs={}, offloads=True)
 
     def in_slices(self, slices: SliceRequest) -> Step:
         """Return the step with its tokens in slices."""
-        batch, static = self.batch_argnums, self.static_argnums
-        return Step(self.function, self.args, batch, static, self.exact, self.offloads, slices)
+        return evolve(self, short={}, traces={}, programs={}, slices=slices)
+
+    def with_arguments(self, args: tuple[PyTree, ...]) -> Step:
+        """Return the step for arguments of other shapes."""
+        return evolve(self, short={}, traces={}, programs={}, args=args)
 
     @functools.cached_property
     def batch_arguments(self) -> tuple[int, ...]:
         """The positions of the arguments that hold the batch."""
-        arguments = self._arguments
+        arguments = self.arguments
         pairs = zip(arguments.argnums, arguments.dynamic, strict=True)
         numbers = [number for number, dynamic in pairs if dynamic]
         found = (n for n, is_batch in zip(numbers, self._batch, strict=True) if is_batch)
@@ -239,7 +227,7 @@ class Step:
 
     def paths_of(self, arguments: Sequence[int]) -> list[str]:
         """Return the path of every leaf of the arguments at these positions."""
-        names, own = argument_names(self.function, len(self.args)), self._arguments
+        names, own = argument_names(self.function, len(self.args)), self.arguments
         return [
             names[number] + path
             for path, number in zip(own.paths, own.argnums, strict=True)
@@ -262,7 +250,7 @@ class Step:
             for leaf, dynamic in zip(kept, array_results, strict=True)
         ]
         result = (tree, marks)
-        return input_roles(jaxpr, self._arguments, result, array_results, self.batch_argnums)
+        return input_roles(jaxpr, self.arguments, result, array_results, self.batch_argnums)
 
     @functools.cached_property
     def _batch(self) -> tuple[bool, ...]:
@@ -329,7 +317,7 @@ def _trace(step: Step, batch: int | None) -> tuple[ClosedJaxpr, OutputTree]:
     spec: list[OutputTree] = []
 
     def flat(*arrays: PyTree) -> list[PyTree]:
-        result = step.function(*step._arguments.call_with(arrays))
+        result = step.function(*step.arguments.call_with(arrays))
         paths_leaves, tree = jax.tree_util.tree_flatten_with_path(result)
         arrays_out = tuple(is_array(leaf) for _, leaf in paths_leaves)
         kept = tuple(
@@ -345,7 +333,7 @@ def _trace(step: Step, batch: int | None) -> tuple[ClosedJaxpr, OutputTree]:
         return [leaf for (_, leaf), keep in zip(paths_leaves, arrays_out, strict=True) if keep]
 
     avals = []
-    given = step._arguments.arrays()
+    given = step.arguments.arrays()
     is_batch = step._batch if batch is not None else (False,) * len(given)
     for leaf, resize in zip(given, is_batch, strict=True):
         aval = abstract(leaf)

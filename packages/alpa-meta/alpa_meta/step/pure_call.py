@@ -50,7 +50,8 @@ class PureCall:
 
     `key` is what a plan depends on beside the arguments; `objects` are the nnx objects of the call.
     `finish` takes the function's result and the objects of any call like this one, updates them
-    and returns the user's result.
+    and returns the user's result. `batch_dims` are the dims of its arrays that were moved in front
+    (`alpa_meta.step.batch_dims`).
     """
 
     function: Function[PyTree]
@@ -58,6 +59,7 @@ class PureCall:
     key: Hashable = None
     objects: tuple[PyTree, ...] = ()
     finish: Callable[[PyTree, tuple[PyTree, ...]], PyTree] = lambda result, objects: result
+    batch_dims: tuple[int, ...] = ()
 
     def on_arrays(self, static_argnums: tuple[int, ...]) -> tuple[Function[PyTree], list[PyTree]]:
         """Return the function of the arrays among the arguments, and these arrays."""

@@ -88,7 +88,7 @@ def input_roles(
                 for member in members
                 if arguments.dynamic[member]
                 and np.ndim(arguments.leaves[member])
-                and (named or not _is_key(arguments.leaves[member]))
+                and (named or not is_key(arguments.leaves[member]))
             ]
     for argnum in given if batch_argnums is not None else _of_examples(arguments, given):
         for member in given[argnum]:
@@ -185,7 +185,8 @@ def _fits(argnum: int, arguments: Arguments, span: Span) -> bool:
     )
 
 
-def _is_key(leaf: PyTree) -> bool:
+def is_key(leaf: PyTree) -> bool:
+    """Return whether an array is a key of random numbers."""
     aval = abstract(leaf)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return True
