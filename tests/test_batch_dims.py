@@ -1,5 +1,7 @@
 """Batches whose examples lie along another dim than the first, against one device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +114,7 @@ def test_what_the_planner_chooses_is_a_pipeline_of_examples(agrees):
 
 
 def test_a_plan_runs_again_and_random_plans_do(agrees):
-    given = {"cluster": "host:4", "num_stages": 2, "num_microbatches": 2}
+    given: dict[str, Any] = {"cluster": "host:4", "num_stages": 2, "num_microbatches": 2}
     plan = alpa.parallelize(_step, **given).plan_for(_state(), _batch())
     agrees(_step, _state(), [_batch()], plan=plan)
     random = alpa.parallelize(_step, **given).random_plan(_state(), _batch(), seed=1)

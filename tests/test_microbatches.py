@@ -48,6 +48,24 @@ def batch_normalised(w, batch):
     return jnp.square(hidden @ w["b"] - batch["x"]).mean()
 
 
+def preferred(w, batch):
+    """Chosen and rejected answers in one forward pass (DPO), which return what the pass gives."""
+    both = jnp.concatenate([batch["x"], batch["x"][:, ::-1]])
+    scores = (jnp.tanh(both @ w["a"]) @ w["b"])[..., 0].mean(1)
+    chosen, rejected = scores[: len(batch["x"])], scores[len(batch["x"]) :]
+    return -jax.nn.log_sigmoid(chosen - rejected).mean(), scores
+
+
+def three_views(w, batch):
+    """Three views one behind the other, with dropout, rolled against each other (BYOL)."""
+    views = jnp.concatenate([batch["x"], batch["x"] ** 2, -batch["x"]])
+    hidden = jnp.tanh(views @ w["a"]) * jax.random.bernoulli(jax.random.key(7), 0.8, (24, 4, 16))
+    seen = hidden @ w["b"]
+    targets = jax.lax.stop_gradient(jnp.roll(seen, len(batch["x"]), 0))
+    first, *others = jnp.split(seen, 3)
+    return jnp.square(seen - targets).mean() + jnp.square(first - others[1]).mean()
+
+
 def step_of(loss):
     def step(w, batch):
         value, gradients = jax.value_and_grad(loss)(w, batch)
@@ -61,10 +79,24 @@ def agrees(found, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("loss", [masked_with_dropout, experts_and_root])
+@pytest.mark.parametrize("loss", [masked_with_dropout, experts_and_root, three_views])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_microbatches_change_no_result(loss, num_stages):
     step = step_of(loss)
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    parallel = alpa.parallelize(step, cluster="host:4", num_stages=num_stages, num_microbatches=4)
+    audit = parallel.audit(WEIGHTS, BATCH)
+    assert audit.ok, str(audit)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_batches_one_behind_the_other_are_cut_each(num_stages):
+    def step(w, batch):
+        result, gradients = jax.value_and_grad(preferred, has_aux=True)(w, batch)
+        joined = jnp.concatenate([result[1][:8] - result[1][8:], result[1]])
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), (*result, joined)
+
     expected = jax.jit(step)(WEIGHTS, BATCH)
     parallel = alpa.parallelize(step, cluster="host:4", num_stages=num_stages, num_microbatches=4)
     audit = parallel.audit(WEIGHTS, BATCH)

@@ -36,10 +36,9 @@ from alpa_meta.compat import (
     is_drop,
     open_jaxpr,
     shape_of,
-    source_line,
 )
 from alpa_meta.microbatch.batched_while import ends_alone, shared_counters, steered
-from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
+from alpa_meta.microbatch.cut_step import Cut, Given, place_of, statistics_of, variables
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
 from alpa_meta.microbatch.gathering import aside, gathered
@@ -120,7 +119,7 @@ class _Walk:
             if self.phases[k] == "update":
                 continue
             results = map(self._of_statistic, eqn.outvars) if run is None else run.reading.results
-            depends = [self.read_whole.get(k, {}).get(a, a) for a in _variables(eqn)]
+            depends = [self.read_whole.get(k, {}).get(a, a) for a in variables(eqn)]
             for var, placement in zip(eqn.outvars, results, strict=True):
                 if is_drop(var):
                     continue
@@ -133,22 +132,25 @@ class _Walk:
             own = any(atom in self._own for atom in depends)
             if run is not None and (own or steered(eqn, run)):
                 self._note_own(eqn, run, k)
-        for atom in self.jaxpr.outvars:
+        for number, atom in enumerate(self.jaxpr.outvars):
             if not isinstance(atom, Literal):
+                if self.known.get(atom, REPLICATED).outer > 1 and gathered(atom) is not None:
+                    atom = self._put_together(number, atom)
                 self._leaves(atom)
 
     def check_gradients(self, phases: Sequence[str], cut: Cut) -> None:
         """Refuse microbatches that make no gradients of their examples, as the update makes all."""
         of_gradients = zip(open_jaxpr(cut.closed).eqns, cut.phases, strict=True)
-        used = (v for eqn, phase in of_gradients if phase == "backward" for v in _variables(eqn))
+        used = (v for eqn, phase in of_gradients if phase == "backward" for v in variables(eqn))
         if any(cut.placements.get(var, REPLICATED).kind != "replicated" for var in used):
             return
-        for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, phases, strict=True)):
+        eqns = self.jaxpr.eqns[: len(phases)]
+        for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
             kinds = {read(atom, self.known).kind for atom in eqn.invars}
             statistic = k in self.from_statistics and "split" in kinds
             if statistic or self.read_whole.get(k) and phase != self.phases[k]:
                 return self._refuse(
-                    f"{_place(self.jaxpr.eqns[k:])} takes more examples of the batch at a time "
+                    f"{place_of(self.jaxpr.eqns[k:])} takes more examples of the batch at a time "
                     "than a microbatch has, and all gradients come after it"
                 )
 
@@ -175,18 +177,20 @@ class _Walk:
 
     def _own_used(self, eqns: Sequence[JaxprEqn]) -> str:
         return (
-            f"{_place(eqns)} uses how long the examples of the batch were worked on, which every "
+            f"{place_of(eqns)} uses how long the examples of the batch were worked on, which every "
             "microbatch has its own of"
         )
 
     def _update(self, k: int, eqn: JaxprEqn) -> None:
         """Note what the update reads that no microbatch can give, and what it is given whole."""
         parts = []
-        for atom in _variables(eqn):
+        for atom in variables(eqn):
             if self.known.get(atom, REPLICATED).kind != "split" or atom in self._own:
                 self._leaves(atom)
             elif gathered(atom) is None:
-                self._refuse(f"{_place([eqn])} works on the examples of the batch after the update")
+                self._refuse(
+                    f"{place_of([eqn])} works on the examples of the batch after the update"
+                )
             else:
                 parts.append(atom)
         self._gather(k, parts)
@@ -199,13 +203,24 @@ class _Walk:
             self.gathered[self._given[atom]] = atom
         self.read_whole[k] = {atom: self._given[atom] for atom in parts}
 
+    def _put_together(self, number: int, atom: Var) -> Var:
+        """Have the update make a result of the examples that no microbatch has a block of."""
+        whole = Var(atom.aval)
+        (copy,) = equations_of(jnp.copy, [atom], [whole])
+        outvars = [whole if k == number else one for k, one in enumerate(self.jaxpr.outvars)]
+        self.jaxpr = self.jaxpr.replace(eqns=[*self.jaxpr.eqns, copy], outvars=outvars)
+        self.phases.append("update")
+        self.runs.append(None)
+        self._update(len(self.phases) - 1, copy)
+        return whole
+
     def _leaves(self, atom: Var) -> None:
         placement = self.known.get(atom, REPLICATED)
         if placement.kind == "mixed":
             self._refuse(self._cause[atom])
         if placement.outer > 1:
             self._refuse(
-                f"{_place([self._maker[atom]])} is returned with the batch merged behind another "
+                f"{place_of([self._maker[atom]])} is returned with the batch merged behind another "
                 "dim, of which no microbatch has a block; return it with a dim of examples"
             )
         if atom in self._own:
@@ -218,15 +233,19 @@ class _Walk:
     def _run(self, k: int, eqn: JaxprEqn) -> Run | None:
         """Return how a microbatch runs an equation; None if the statistics or the update do."""
         operands = [read(atom, self.known) for atom in eqn.invars]
-        mixed = [a for a in _variables(eqn) if self.known.get(a, REPLICATED).kind == "mixed"]
+        mixed = [a for a in variables(eqn) if self.known.get(a, REPLICATED).kind == "mixed"]
         if mixed:
             return self._mixed(eqn, self._cause[mixed[0]])
-        if any(self._phase_of.get(atom) == "update" for atom in _variables(eqn)):
+        if any(self._phase_of.get(atom) == "update" for atom in variables(eqn)):
             return self._in_update(k, eqn, eqn)
         try:
-            return run_of(eqn, operands, self.count)
+            run = run_of(eqn, operands, self.count)
         except MixedError as error:
             inner = error.eqn
+        else:
+            if run.reading.blocks_along is None or k not in self._aside:
+                return run
+            inner = eqn  # batches one behind the other, which no microbatch can give
         parts = [
             atom
             for atom, operand in zip(eqn.invars, operands, strict=True)
@@ -243,9 +262,9 @@ class _Walk:
             else:
                 if not lacking:
                     self.read_whole[k] = {atom: self._given_whole(atom, k) for atom in parts}
-                    self._first_total = self._first_total or _place([eqn])
+                    self._first_total = self._first_total or place_of([eqn])
                     return run
-        if not eqn.effects and not any(atom in self.trained for atom in _variables(eqn)):
+        if not eqn.effects and not any(atom in self.trained for atom in variables(eqn)):
             self.from_statistics.add(k)
             self.whole.update((var, var) for var in eqn.outvars if not is_drop(var))
             return None
@@ -254,7 +273,7 @@ class _Walk:
         return self._mixing(k, eqn, inner, lacking)
 
     def _mixing(self, k: int, eqn: JaxprEqn, inner: JaxprEqn, lacking: str = "") -> Run:
-        place = _place([inner, eqn, *self.jaxpr.eqns[k + 1 :]])
+        place = place_of([inner, eqn, *self.jaxpr.eqns[k + 1 :]])
         return self._mixed(
             eqn,
             f"{place} mixes examples of the batch in a way that microbatches cannot reproduce"
@@ -263,7 +282,7 @@ class _Walk:
 
     def _in_update(self, k: int, eqn: JaxprEqn, inner: JaxprEqn) -> Run | None:
         """Note that the update runs an equation, on the whole of what it reads."""
-        kinds = {atom: read(atom, self.known) for atom in _variables(eqn)}
+        kinds = {atom: read(atom, self.known) for atom in variables(eqn)}
         parts = [atom for atom, placement in kinds.items() if placement.kind == "split"]
         if self._own & kinds.keys() or any(gathered(atom) is None for atom in parts):
             return self._mixing(k, eqn, inner)
@@ -374,7 +393,7 @@ class _Walk:
             writer.eqns += equations_of(convert, [var], [narrow])
             of_eqn += ["forward"] * (len(writer.eqns) - len(of_eqn))
         for (eqn, _, phase), run in zip(kept, chosen, strict=True):
-            for whole in _variables(eqn):
+            for whole in variables(eqn):
                 if whole in self.gathered and whole not in writer.local:
                     value = self.gathered[whole]
                     writer.gather(value, whole)
@@ -411,7 +430,7 @@ class _Walk:
             tuple(phase for _, phase in pairs),
             writer.held(),
             tuple(given),
-            self._statistics(),
+            statistics_of(self.closed, self.jaxpr, list(self.whole.values()), self.known),
             totals,  # type: ignore[arg-type]
             (),
             {
@@ -458,41 +477,8 @@ class _Walk:
                 self.phases[k], self.runs[k] = "update", None
                 self.known.update((var, REPLICATED) for var in made)
             if self.phases[k] != "update" and k not in self.from_statistics:
-                inside.update(_variables(eqn))
-
-    def _statistics(self) -> Statistics | None:
-        """Return the program of the statistics on the whole batch."""
-        if not self.whole:
-            return None
-        wanted = list(self.whole.values())
-        eqns = live_eqns(self.jaxpr.eqns, wanted)
-        eqns = [eqn for eqn in eqns if not eqn.effects]
-        needed = {atom for eqn in eqns for atom in _variables(eqn)} | set(wanted)
-        inputs = [k for k, var in enumerate(self.jaxpr.invars) if var in needed]
-        flat = jaxpr_of(
-            self.jaxpr,
-            list(self.jaxpr.constvars),
-            [self.jaxpr.invars[k] for k in inputs],
-            wanted,
-            eqns,
-        )
-        of_batch = tuple(self.known[self.jaxpr.invars[k]].kind == "split" for k in inputs)
-        return Statistics(ClosedJaxpr(flat, consts(self.closed)), tuple(inputs), of_batch)
+                inside.update(variables(eqn))
 
     def _named(self, value: Var) -> str:
         maker = next((eqn for eqn in self.jaxpr.eqns if value in eqn.outvars), None)
-        return "an input" if maker is None else _place([maker])
-
-
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-
-
-def _place(eqns: Sequence[JaxprEqn]) -> str:
-    """Return the first operator and its line of the user's code, or the first line after it."""
-    name = str(eqns[0].primitive.name)
-    own = source_line(eqns[0])
-    if own:
-        return f"{name} at {own}"
-    later = next((line for eqn in eqns if (line := source_line(eqn))), "")
-    return f"{name}, used at {later}," if later else name
+        return "an input" if maker is None else place_of([maker])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-from alpa_meta.compat import ClosedJaxpr, Var
+from alpa_meta.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, consts, source_line
 from alpa_meta.microbatch.placement import Placement
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.passes.live import live_eqns
 
 
 @frozen(eq=False)
@@ -49,3 +51,34 @@ class Cut:
     totals: Mapping[Var, Var]
     reasons: tuple[str, ...]
     origin: Mapping[Var, Var] = field(factory=dict)
+
+
+def statistics_of(
+    closed: ClosedJaxpr, jaxpr: Jaxpr, wanted: Sequence[Var], known: Mapping[Var, Placement]
+) -> Statistics | None:
+    """Return the program that makes the `wanted` values of the whole batch, None if there are
+    none; `jaxpr` is the step's and `closed` has its constants."""
+    if not wanted:
+        return None
+    eqns = [eqn for eqn in live_eqns(jaxpr.eqns, wanted) if not eqn.effects]
+    needed = {atom for eqn in eqns for atom in variables(eqn)} | set(wanted)
+    inputs = [k for k, var in enumerate(jaxpr.invars) if var in needed]
+    invars = [jaxpr.invars[k] for k in inputs]
+    flat = jaxpr_of(jaxpr, list(jaxpr.constvars), invars, wanted, eqns)
+    of_batch = tuple(known[var].kind == "split" for var in invars)
+    return Statistics(ClosedJaxpr(flat, consts(closed)), tuple(inputs), of_batch)
+
+
+def variables(eqn: JaxprEqn) -> list[Var]:
+    """Return the operands of an equation but literals."""
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def place_of(eqns: Sequence[JaxprEqn]) -> str:
+    """Return the first operator and its line of the user's code, or the first line after it."""
+    name = str(eqns[0].primitive.name)
+    own = source_line(eqns[0])
+    if own:
+        return f"{name} at {own}"
+    later = next((line for eqn in eqns if (line := source_line(eqn))), "")
+    return f"{name}, used at {later}," if later else name

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_drop, open_jaxpr, scan_counts
-from alpa_meta.microbatch.placement import Placement, batch_run, placed
+from alpa_meta.microbatch.placement import Placement, batch_run, moving_blocks, placed
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.regions import bodies, fold
 
@@ -69,6 +69,9 @@ def _branches(
 
 
 def _operator(eqn: JaxprEqn, operands: Splits) -> Splits:
+    moved = moving_blocks(eqn, operands)
+    if moved is not None:
+        return moved.results
     rule = sharding_rule(eqn)
     if rule is None:
         return [None] * len(eqn.outvars)

@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from attrs import evolve, frozen
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.operators import Operator, operator_of, sharding_rule
+from alpa_meta.operators.cutting import moved_blocks
 from alpa_meta.operators.elementwise import addends, extreme_taken
 
 
@@ -69,12 +70,14 @@ class Reading:
     """How an equation reads its operands in a microbatch, and the placements of its results.
 
     A replicated operand may be read as split (its part is taken) or as a sum (the first microbatch
-    has it, others have zeros). `factor` is the factor of the rule that the batch runs along.
+    has it, others have zeros). `factor` is the factor of the rule that the batch runs along;
+    `blocks_along` the dim along which the equation moves whole blocks of the batch.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     factor: str | None = None
+    blocks_along: int | None = None
 
 
 def operator_reading(
@@ -91,6 +94,9 @@ def operator_reading(
     if kinds & {"own", "running"}:
         return _in_scan_of_examples(eqn, operator, operands)
     if "split" in kinds:
+        moved = moving_blocks(eqn, operands)
+        if moved is not None:
+            return moved
         return _along_batch(eqn, operator, operands, num_microbatches)
     if "extreme" in kinds:
         return _of_extremes(eqn, operator, operands)
@@ -194,6 +200,33 @@ def _along_batch(
             raise MixedError(eqn)
         results.append(result)
     return Reading(tuple(read), tuple(results), run.factor)
+
+
+def moving_blocks(eqn: JaxprEqn, operands: Sequence[Placement | None]) -> Reading | None:
+    """Return how an equation runs that puts batches one behind the other, as the chosen and the
+    rejected answers of preference learning, or takes them apart again; None if it does not.
+
+    A microbatch has its part of each of them, and moves these.
+    """
+    split_ones = {
+        (one.dim, shape_of(atom)[one.dim] // one.outer)
+        for one, atom in zip(operands, eqn.invars, strict=True)
+        if one is not None and one.kind == "split"
+    }
+    if len(split_ones) != 1:
+        return None
+    ((dim, size),) = split_ones
+    read = []
+    for one, atom in zip(operands, eqn.invars, strict=True):
+        if one is None or one.kind == "replicated" and not shape_of(atom):  # what pads
+            one = REPLICATED
+        elif one.kind != "split":
+            return None
+        read.append(one)
+    counts = moved_blocks(eqn, dim, size)
+    if counts is None:
+        return None
+    return Reading(tuple(read), tuple(split(dim, n) for n in counts), blocks_along=dim)
 
 
 def _combined(reduction: str) -> Placement | None:

@@ -39,6 +39,7 @@ from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement, runs_o
 from alpa_meta.microbatch.gathering import gathered
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
+from alpa_meta.operators.cutting import params_of_parts
 from alpa_meta.operators.operator import run_unchanged
 from alpa_meta.operators.regions import fold, scan_of, with_bodies
 from alpa_meta.operators.rewrites.replacement import instantiated
@@ -195,6 +196,9 @@ class Writer:
         ]
         if run.bodies:
             self._region(eqn, run, operands, results)
+        elif reading.blocks_along is not None:
+            params = params_of_parts(eqn, reading.blocks_along, self.count)
+            self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
         elif reading.factor is None or operator_of(eqn).local is run_unchanged:
             self.eqns.append(eqn.replace(invars=operands, outvars=results))
         else:

@@ -230,6 +230,45 @@ def joined_dim(eqn: JaxprEqn) -> int | None:
     return None if name is None else int(eqn.params[name])
 
 
+def moved_blocks(eqn: JaxprEqn, dim: int, size: int) -> list[int] | None:
+    """Return how many blocks of `size` elements along `dim` each result of a cut consists of, where
+    blocks are moved whole; None where they are not, or nothing moves along that dim."""
+    moves = rearrangement(eqn) is not None and dim in _moving_dims(eqn)
+    if not moves or _spacing(eqn, dim)[1] != 1:
+        return None
+    before, after = _sizes(eqn, dim)
+    places = [
+        place
+        for runs in _runs(eqn, dim)
+        for run in runs
+        for place in (run.start, run.length, run.target)
+    ]
+    if any(place % size for place in (*before, *after, *places)):
+        return None
+    return [length // size for length in after]
+
+
+def params_of_parts(eqn: JaxprEqn, dim: int, count: int) -> Params:
+    """Return the parameters of a cut that moves blocks along `dim`, on one of `count` equal parts
+    of each block."""
+
+    def part(numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(n // count if d == dim else n for d, n in enumerate(numbers))
+
+    params = dict(eqn.params)
+    if eqn.primitive.name == "split":
+        params["sizes"] = tuple(size // count for size in params["sizes"])
+    elif eqn.primitive.name == "slice":
+        limits = params["limit_indices"]
+        params.update(start_indices=part(params["start_indices"]), limit_indices=part(limits))
+    elif eqn.primitive.name == "pad":
+        config = list(params["padding_config"])
+        low, high, between = config[dim]
+        config[dim] = (low // count, high // count, between)
+        params["padding_config"] = tuple(config)
+    return params
+
+
 REARRANGEMENTS = {"slice": "part", "pad": "padded", "concatenate": "joined", "split": "parts"}
 
 
