@@ -160,8 +160,9 @@ class Options:
     number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state, without those whose arrays differ in their first
-    dim where others agree in theirs); `static_argnums` are not traced. `plan` runs a
-    given plan.
+    dim where others agree in theirs), or, where that cannot be cut, another dim that all of them
+    have (`alpa_meta.planning.batch_search`); `static_argnums` are not traced. `plan` runs a given
+    plan.
     `num_token_slices` cuts the sequences of every microbatch into slices of tokens that pass
     through the stages one after another, `token_slices` into slices of these lengths; the step must
     be causal, which is proved of the traced program (`alpa_meta.token_slices`).

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-from alpa_meta.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, consts, source_line
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, consts, open_jaxpr, source_line
 from alpa_meta.microbatch.placement import Placement
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
@@ -54,12 +54,13 @@ class Cut:
 
 
 def statistics_of(
-    closed: ClosedJaxpr, jaxpr: Jaxpr, wanted: Sequence[Var], known: Mapping[Var, Placement]
+    closed: ClosedJaxpr, wanted: Sequence[Var], known: Mapping[Var, Placement]
 ) -> Statistics | None:
-    """Return the program that makes the `wanted` values of the whole batch, None if there are
-    none; `jaxpr` is the step's and `closed` has its constants."""
+    """Return the program that makes the `wanted` values of a step on its whole batch, None if there
+    are none."""
     if not wanted:
         return None
+    jaxpr = open_jaxpr(closed)
     eqns = [eqn for eqn in live_eqns(jaxpr.eqns, wanted) if not eqn.effects]
     needed = {atom for eqn in eqns for atom in variables(eqn)} | set(wanted)
     inputs = [k for k, var in enumerate(jaxpr.invars) if var in needed]

@@ -206,7 +206,7 @@ def moving_blocks(eqn: JaxprEqn, operands: Sequence[Placement | None]) -> Readin
     """Return how an equation runs that puts batches one behind the other, as the chosen and the
     rejected answers of preference learning, or takes them apart again; None if it does not.
 
-    A microbatch has its part of each of them, and moves these.
+    A microbatch has its part of each of them, and of zeros among them, and moves these.
     """
     split_ones = {
         (one.dim, shape_of(atom)[one.dim] // one.outer)
@@ -220,6 +220,8 @@ def moving_blocks(eqn: JaxprEqn, operands: Sequence[Placement | None]) -> Readin
     for one, atom in zip(operands, eqn.invars, strict=True):
         if one is None or one.kind == "replicated" and not shape_of(atom):  # what pads
             one = REPLICATED
+        elif one.zero and shape_of(atom)[dim] % size == 0:
+            one = split(dim, shape_of(atom)[dim] // size)
         elif one.kind != "split":
             return None
         read.append(one)

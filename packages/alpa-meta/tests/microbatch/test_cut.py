@@ -426,11 +426,20 @@ def contrasted(w, batch):
     return -jnp.diag(jax.nn.log_softmax(left @ right.T)).mean()
 
 
-@pytest.mark.parametrize("loss", [normalised_over_the_batch, contrasted])
-def test_losses_over_all_examples_at_once_are_refused_with_the_line(loss):
-    (reason,) = Step(step_of(loss), (WEIGHTS, BATCH)).program(2).inexact
+def test_layers_behind_batch_statistics_are_refused_with_the_line():
+    (reason,) = Step(step_of(normalised_over_the_batch), (WEIGHTS, BATCH)).program(2).inexact
     assert "mixes examples of the batch" in reason
     assert "test_cut.py" in reason
+
+
+def test_what_a_loss_takes_of_all_examples_is_put_together_and_read_whole():
+    step = step_of(contrasted)
+    program = Step(step, (WEIGHTS, BATCH)).program(4)
+    assert not program.inexact
+    kinds = [leaf.role for leaf in program.inputs]
+    assert kinds.count("total") == 2
+    shapes = {leaf.aval.shape for leaf in program.inputs if leaf.role == "total"}
+    assert all(len(BATCH["x"]) in shape for shape in shapes)
 
 
 @pytest.mark.parametrize("any_of", [unvmap_any.bind, jnp.any])

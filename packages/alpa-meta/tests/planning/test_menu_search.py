@@ -137,7 +137,7 @@ def test_programs_traced_anew_and_cut_ones_are_not_mixed():
     def step(weights, batch):
         def loss(weights):
             groups = jnp.tanh(batch @ weights).reshape(-1, min(4, len(batch)), 8)
-            return jnp.mean((groups - groups.max(1, keepdims=True)) ** 2)
+            return jnp.mean(((groups - groups.max(1, keepdims=True)) @ weights) ** 2)
 
         value, gradient = jax.value_and_grad(loss)(weights)
         return weights - gradient, value
