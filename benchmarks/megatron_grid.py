@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,13 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.model_dims import model_dims
 from alpa_meta.options import Options
-from alpa_meta.pinning import Pin
+from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.presets import preset_pins
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.program import Program, Step
+from alpa_meta.types import Spec
 from cost_model import CostModel, calibrated_model, cluster
 
 MOST_TENSOR = 16  # Megatron keeps tensor parallelism inside a host; larger is never best
@@ -177,16 +178,18 @@ class Grid:
         preset: str | None = None,
         kinds: Sequence[str] = ("none", "full"),
         improve: bool = False,
+        pins: Mapping[str, Spec] | None = None,
     ) -> Iterator[Point]:
         """Yield the points that fit of one mesh and number of microbatches, one of each kind of
-        recomputation; a `preset` shards in place of Megatron's pins under ZeRO. `improve`: the cuts
-        that take the least step, not those with the least slowest stage."""
+        recomputation; a `preset` shards in place of Megatron's pins under ZeRO, but for the `pins`
+        of inputs by path. `improve`: the cuts that take the least step, not those with the least
+        slowest stage."""
         pipeline = self.model.cluster.num_devices // (tensor * data)
         groups = self._groups(pipeline, tensor * data)
         if groups is None:
             return
         costs = {
-            group: self.layers(tensor, data, zero, count, group, preset, kinds)
+            group: self.layers(tensor, data, zero, count, group, preset, kinds, pins)
             for group in set(groups)
         }
         for kind in kinds if all(costs.values()) else ():
@@ -226,6 +229,7 @@ class Grid:
         group: int,
         preset: str | None = None,
         kinds: Sequence[str] = ("none", "full"),
+        fixed: Mapping[str, Spec] | None = None,
     ) -> dict[str, _Layers]:
         """Return what every layer costs on one mesh by kind of recomputation, nothing where the
         solver finds nothing."""
@@ -245,7 +249,7 @@ class Grid:
             preset_pins(preset, program, mesh)
             if preset
             else _pins(program, mesh, tensor > 1, data > 1, zero)
-        )
+        ) | pinned_inputs(program, mesh, fixed or {})
         alone = devices == self.model.cluster.num_devices  # one stage: one program does it all
         scope = stage_scope(program, outlook.staging, 0, 1, pins, apart=not alone)
         selection = build(scope.eqns, MeshCosts(mesh, self.model, group), f"{data} x {tensor}")
