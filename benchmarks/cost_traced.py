@@ -24,6 +24,7 @@ Ends with an error where |cached / planned - 1| of a row is above 2 % (`MOST_APA
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -40,12 +41,15 @@ from megatron_grid import Few, Grid, Point
 from rich.console import Console
 from rich.table import Table
 
-from alpa_interchange import ClusterSpec
+from alpa_interchange import ClusterSpec, ShardingSolution, StageCandidate
 from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.errors import PlanError
+from alpa_meta.intra_op.memory_limit import solve_within
+from alpa_meta.intra_op.selection import Selection
 from alpa_meta.operators import kernel_kind
 from alpa_meta.options import Options
-from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.planning.chosen_plan import Planned, finish
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.planning.planner import make_plan
 from alpa_meta.presets import preset_specs
 from alpa_meta.step.program import Step
@@ -56,6 +60,7 @@ from cost_model.measured_row import MeasuredRun
 from cost_model.measured_run import read_measured_runs
 from cost_model.prediction import step_model
 from cost_model.program import cluster_of_run
+from cost_model.training_run import stage_layers
 
 MOST_DEVICES = 64
 ENOUGH = 1e15  # bytes: plans are forced, whether they fit is not the question
@@ -167,11 +172,41 @@ def forced(run: TrainingRun, step: Step, again: str = "none") -> Options:
     )
 
 
+def stage_cuts(run: TrainingRun, num_layers: int) -> list[int] | None:
+    """Return where the program cuts a model, clustered into its blocks and at most a head of its
+    own, into stages [stages + 1]; None where it has stages of other parts."""
+    counts = stage_layers(run)
+    whole = len(counts) == run.pipeline and all(count == int(count) for count in counts)
+    if not whole or num_layers - run.model.layers not in (0, 1):
+        return None
+    return [*(int(sum(counts[:k])) for k in range(run.pipeline)), num_layers]
+
+
 def planned_run(run: TrainingRun, under: ClusterSpec, again: str = "none") -> Planned:
     """Return the run's plan on a cluster, its step traced whole, with what is repeated `again` by
-    the planner."""
+    the planner; its stages are those of the program, which no option names."""
     step = stepped(run, run.model.layers)
-    return make_plan(step, under, forced(run, step, again))
+    options = forced(run, step, again)
+    planned = make_plan(step, under, options)
+    if run.pipeline == 1:
+        return planned
+    outlook, layering = outlook_of(step.program(run.num_microbatches), options, under)
+    cuts, plan = stage_cuts(run, outlook.num_layers), planned.plan.stage_plan
+    if cuts is None:
+        return planned
+    stages = tuple(
+        evolve(stage, candidate=evolve(stage.candidate, layer_start=start, layer_stop=stop))
+        for stage, (start, stop) in zip(plan.stages, itertools.pairwise(cuts), strict=True)
+    )
+
+    def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
+        return solve_within(selection, options, memory)
+
+    model = calibrated_model(under)
+    plan = evolve(plan, stages=stages)
+    found = finish(plan, outlook, layering, 0.0, step, model, options, choose)
+    assert isinstance(found, Planned)
+    return found
 
 
 def cached_point(run: TrainingRun, under: ClusterSpec, again: str = "none") -> Point | None:
@@ -183,7 +218,9 @@ def cached_point(run: TrainingRun, under: ClusterSpec, again: str = "none") -> P
     zero = 3 if run.zero_stage == 3 else 1
     of = (run.tensor, run.data, zero, run.num_microbatches)
     pins = state_pins(run, step)
-    found = grid.points_of(*of, preset_of(run) or "dp", (again,), improve=True, pins=pins)
+    layers = grid.num_layers(run.num_microbatches)
+    cuts = stage_cuts(run, layers) if run.pipeline > 1 else None
+    found = grid.points_of(*of, preset_of(run) or "dp", (again,), pins=pins, cuts=cuts)
     return next(found, None)
 
 

@@ -156,6 +156,10 @@ class Grid:
             for zero in (1, 3) if data > 1 else (1,):
                 yield from self._of_mesh(tensor, data, zero)
 
+    def num_layers(self, count: int) -> int:
+        """Return the number of layers of the whole model in `count` microbatches."""
+        return int(self.few.times(self._outlook(count)[1].num_layers).sum())
+
     @property
     def _per_host(self) -> int:
         return min(group.devices_per_host for group in self.model.cluster.host_groups)
@@ -177,13 +181,13 @@ class Grid:
         count: int,
         preset: str | None = None,
         kinds: Sequence[str] = ("none", "full"),
-        improve: bool = False,
         pins: Mapping[str, Spec] | None = None,
+        cuts: Sequence[int] | None = None,
     ) -> Iterator[Point]:
         """Yield the points that fit of one mesh and number of microbatches, one of each kind of
         recomputation; a `preset` shards in place of Megatron's pins under ZeRO, but for the `pins`
-        of inputs by path. `improve`: the cuts that take the least step, not those with the least
-        slowest stage."""
+        of inputs by path, and its stages are cut at `cuts`, where none are given for the least
+        step, not for the least slowest stage."""
         pipeline = self.model.cluster.num_devices // (tensor * data)
         groups = self._groups(pipeline, tensor * data)
         if groups is None:
@@ -194,7 +198,7 @@ class Grid:
         }
         for kind in kinds if all(costs.values()) else ():
             tables = [costs[group][kind] for group in groups]
-            stages = self._stages(tables, groups, tensor, data, count, improve)
+            stages = self._stages(tables, groups, tensor, data, count, preset is not None, cuts)
             flying = stage_dp.in_flight_counts(stages, "1f1b")
             peaks = [stage_dp.peak_bytes(s, f) for s, f in zip(stages, flying, strict=True)]
             limits = [usable_memory(self.model.cluster, g, self.memory) for g in groups]
@@ -288,9 +292,11 @@ class Grid:
         data: int,
         count: int,
         improve: bool,
+        cuts: Sequence[int] | None = None,
     ) -> list[StageCandidate]:
-        """Return the stages of the cuts with the least time of the slowest stage, or with the least
-        step, found from these by giving one layer at a time from a stage to another.
+        """Return the stages between `cuts`, or of the cuts with the least time of the slowest
+        stage, or with the least step, found from these by giving one layer at a time from a stage
+        to another.
 
         With few microbatches the slowest stage is not all: the first stage's update comes last.
         20 layers cut for it alone on 4 stages with 2 microbatches were 10 % slower than the
@@ -301,6 +307,8 @@ class Grid:
             stages = self._cut(cuts, tables, groups, tensor, data, count)
             return stage_dp.step_seconds(stages, "1f1b"), stages
 
+        if cuts is not None:
+            return self._cut(cuts, tables, groups, tensor, data, count)
         cuts = _balanced([table.forward + table.backward for table in tables])
         best, stages = priced(cuts)
         while improve:
