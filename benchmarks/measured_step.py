@@ -4,6 +4,8 @@
     products      queries, keys and values in one, and so gate and up of a gated network
     activations   pinned to the axis of tensor parallelism as Megatron-LM divides them: heads, inner
                   widths and logits over it, the residual stream whole or along the sequence
+    residuals     what PyTorch's kernels keep for the backward pass, in half precision: the input of
+                  a norm and of an activation, the result of a softmax
     dropout       of scores a kernel of its own (which elements it drops does not matter here)
     recomputation a part of the forward pass run whole once more (`_redone`); a planner's own leaves
                   out products that no gradient reads, as that which ends a layer
@@ -170,13 +172,81 @@ def _weights(shape: StepShape) -> Tree:
 
 
 def _norm(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
+    return _normed(x, weights["scale"], weights.get("bias"))
+
+
+@jax.custom_vjp
+def _normed(x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Return x [..., hidden] normed: LayerNorm, without a bias RMSNorm."""
+    return _normed_and_statistics(x, scale, bias)[0]
+
+
+def _normed_and_statistics(
+    x: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, Tree]:
     wide = x.astype(jnp.float32)
-    if not shape.gated:
-        wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
-    wide = wide * weights["scale"]
-    y: jax.Array = (wide if shape.gated else wide + weights["bias"]).astype(x.dtype)
+    mean = jnp.float32(0) if bias is None else wide.mean(-1, keepdims=True)
+    rate = jax.lax.rsqrt(jnp.mean(jnp.square(wide - mean), -1, keepdims=True) + 1e-5)
+    wide = (wide - mean) * rate * scale
+    y = wide if bias is None else wide + bias
+    return y.astype(x.dtype), (x, scale, bias, mean, rate)
+
+
+def _norm_backward(held: Tree, gradient: jax.Array) -> tuple[Tree, ...]:
+    x, scale, bias, mean, rate = held
+    wide = gradient.astype(jnp.float32)
+    normed = (x.astype(jnp.float32) - mean) * rate
+    all_but_last = tuple(range(x.ndim - 1))
+    of_scale = (wide * normed).sum(all_but_last).astype(scale.dtype)
+    of_bias = None if bias is None else wide.sum(all_but_last).astype(bias.dtype)
+    wide = wide * scale
+    of_x = wide - normed * jnp.mean(wide * normed, -1, keepdims=True)
+    if bias is not None:
+        of_x = of_x - wide.mean(-1, keepdims=True)
+    return (of_x * rate).astype(x.dtype), of_scale, of_bias
+
+
+_normed.defvjp(_normed_and_statistics, _norm_backward)
+
+
+@jax.custom_vjp
+def _shares(scores: jax.Array) -> jax.Array:
+    """Return the softmax of causal scores [..., length, length]."""
+    position = jnp.arange(scores.shape[-1])
+    masked = jnp.where(position[:, None] >= position, scores.astype(jnp.float32), -1e9)
+    return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
+
+
+def _shares_backward(shares: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    wide, of = gradient.astype(jnp.float32), shares.astype(jnp.float32)
+    found = of * (wide - (wide * of).sum(-1, keepdims=True))
+    return (found.astype(shares.dtype),)
+
+
+_shares.defvjp(lambda scores: (_shares(scores),) * 2, _shares_backward)
+
+
+@jax.custom_vjp
+def _gelu(x: jax.Array) -> jax.Array:
+    y: jax.Array = jax.nn.gelu(x)
     return y
+
+
+_gelu.defvjp(lambda x: (_gelu(x), x), lambda x, g: jax.vjp(jax.nn.gelu, x)[1](g))
+
+
+@jax.custom_vjp
+def _gate(both: jax.Array) -> jax.Array:
+    """Return [batch, length, inner] of gates and values [batch, length, 2, inner]."""
+    return jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+
+
+def _gate_backward(both: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    found: tuple[jax.Array] = jax.vjp(_gate.fun, both)[1](gradient)
+    return found
+
+
+_gate.defvjp(lambda both: (_gate(both), both), _gate_backward)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -213,10 +283,7 @@ def _mixed(_: Tree, of: Tree, shape: StepShape) -> jax.Array:
     q, k, v = of
     batch, length, groups, _ = k.shape
     q = q.reshape(batch, length, groups, shape.heads // groups, shape.depth)
-    scores = jnp.einsum("bqhgk,bmhk->bhgqm", q, k).astype(jnp.float32) / math.sqrt(shape.depth)
-    position = jnp.arange(length)
-    scores = jnp.where(position[:, None] >= position[None, :], scores, -1e9)
-    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    shares = _shares(jnp.einsum("bqhgk,bmhk->bhgqm", q / math.sqrt(shape.depth), k))
     if shape.dropout:
         shares = _dropped(jax.lax.optimization_barrier(shares))
     mixed = jnp.einsum("bhgqm,bmhk->bqhgk", shares, v)
@@ -226,9 +293,9 @@ def _mixed(_: Tree, of: Tree, shape: StepShape) -> jax.Array:
 def _feed_forward(weights: Tree, x: jax.Array, shape: StepShape) -> jax.Array:
     if shape.gated:
         both = shape.cut(jnp.einsum("bld,dnf->blnf", x, weights["up"]), 3)
-        return shape.leaving((jax.nn.silu(both[:, :, 0]) * both[:, :, 1]) @ weights["down"])
+        return shape.leaving(_gate(both) @ weights["down"])
     inner = shape.cut(x @ weights["up"], 2) + weights["biases"]["up"]
-    made: jax.Array = shape.leaving(jax.nn.gelu(inner) @ weights["down"])
+    made: jax.Array = shape.leaving(_gelu(inner) @ weights["down"])
     made = made + weights["biases"]["down"]
     return made
 

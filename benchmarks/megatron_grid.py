@@ -27,7 +27,7 @@ from attrs import evolve, field, frozen
 import stage_dp
 from alpa_interchange import LogicalMesh, StageCandidate, SubmeshSpec
 from alpa_meta.corpus import published
-from alpa_meta.inter_op.candidates import Outlook
+from alpa_meta.inter_op.candidates import Outlook, beside_layers
 from alpa_meta.inter_op.layer_costs import LayerCosts
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.stage_costs import StageCosts
@@ -329,7 +329,7 @@ class Grid:
         count: int,
     ) -> list[StageCandidate]:
         """Return the stages between `cuts` [stages + 1]."""
-        found = []
+        found, (forth, back, once) = [], beside_layers(self.model)
         for k, (start, stop) in enumerate(itertools.pairwise(cuts)):
             table, part = tables[k], slice(start, stop)
             edge = 0.0
@@ -343,9 +343,9 @@ class Grid:
                     submesh=submesh,
                     logical=self.model.logical_mesh(submesh, (1,), ("x",)),
                     num_microbatches=count,
-                    forward_seconds=float(table.forward[part].sum()),
-                    backward_seconds=float(table.backward[part].sum()),
-                    step_seconds=float(table.update[part].sum()),
+                    forward_seconds=float(table.forward[part].sum()) + forth,
+                    backward_seconds=float(table.backward[part].sum()) + back,
+                    step_seconds=float(table.update[part].sum()) + once,
                     state_bytes=float(table.state[part].sum()),
                     activation_bytes=float(table.activations[part].sum()),
                     transient_bytes=float(table.transient[part].max()),
