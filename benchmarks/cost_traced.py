@@ -4,8 +4,8 @@
 
 For a sample of rows of each source the step of that shape is made (`measured_step`, traced on
 shapes only), planned with everything forced that the row says (stages, microbatches, schedule,
-mesh, recomputation, and the preset that shards as the row does), and the printed step time and
-memory are set beside
+mesh, and the preset that shards as the row does; what it recomputes and where it divides
+activations is written into the step), and the printed step time and memory are set beside
 
     measured   the row; it ran under another program than ours, most with FlashAttention
     cached     the same from layer costs, traced once for every mesh and microbatch and added up by
@@ -24,39 +24,49 @@ Ends with an error where |cached / planned - 1| of a row is above 2 % (`MOST_APA
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 from attrs import asdict, evolve, frozen
 from cost_accuracy import default_data
+from jax.sharding import PartitionSpec
 from measured_step import StepShape, measured_step
 from megatron_grid import Few, Grid, Point
 from rich.console import Console
 from rich.table import Table
 
-from alpa_interchange import ClusterSpec
+from alpa_interchange import ClusterSpec, ShardingSolution, StageCandidate
 from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.errors import PlanError
+from alpa_meta.intra_op.memory_limit import solve_within
+from alpa_meta.intra_op.selection import Selection
 from alpa_meta.operators import kernel_kind
 from alpa_meta.options import Options
-from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.planning.chosen_plan import Planned, finish
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.planning.planner import make_plan
+from alpa_meta.presets import preset_specs
 from alpa_meta.step.program import Step
+from alpa_meta.types import Spec
 from cost_model import TrainingRun, calibrated_model, predict
 from cost_model.accuracy import unseen_model
 from cost_model.measured_row import MeasuredRun
 from cost_model.measured_run import read_measured_runs
 from cost_model.prediction import step_model
 from cost_model.program import cluster_of_run
+from cost_model.training_run import stage_layers
 
 MOST_DEVICES = 64
 ENOUGH = 1e15  # bytes: plans are forced, whether they fit is not the question
 PARTS = ("products", "attention's products", "attention's others", "others", "links", "update")
 MOST_APART = 0.02  # of a planned step: how far layer costs traced once may be off it
+DROPPING = ("megatron-deepspeed", "sailor")  # programs whose GPT drops elements; MPT has no dropout
 UNTRACED = 3  # layers of the model whose costs are cached: the first, an inner one, the last
 
 
@@ -113,6 +123,11 @@ def stepped(run: TrainingRun, layers: int) -> Step:
         batch=run.global_batch,
         dtype=run.width_dtype,
         gated=model.gated,
+        data="x" if run.data > 1 else None,
+        tensor=("y" if run.data > 1 else "x") if run.tensor > 1 else None,
+        sequence=run.sequence_parallel,
+        recompute=run.recompute,
+        dropout=not model.gated and run.executor in DROPPING,
     )
     return Step(*measured_step(shape))
 
@@ -120,42 +135,92 @@ def stepped(run: TrainingRun, layers: int) -> Step:
 def preset_of(run: TrainingRun) -> str | None:
     """Return the preset that shards as the run does, None on one device a stage."""
     if run.tensor > 1:
-        if run.zero_stage == 3:
-            return "2d"
-        return "megatron-sp" if run.sequence_parallel else "megatron"
+        return "2d" if run.zero_stage == 3 else "megatron"
     if run.data == 1:
         return None
     return {0: "dp", 3: "zero3"}.get(run.zero_stage, "zero2")
 
 
-def forced(run: TrainingRun) -> Options:
-    """Return the options under which nothing of the row's configuration is left to choose."""
+def state_pins(run: TrainingRun, step: Step) -> dict[str, Spec]:
+    """Return the pins of optimiser state, by path, that are cut over replicas beside a preset for
+    tensor parallelism, which has it as the weights."""
+    if run.tensor == 1 or run.data == 1 or run.zero_stage not in (1, 2):
+        return {}
+    cut = preset_specs("2d", step, {"x": run.data, "y": run.tensor})
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        cut[0], is_leaf=lambda one: isinstance(one, PartitionSpec)
+    )
+    paths = {"state" + jax.tree_util.keystr(path): tuple(spec) for path, spec in leaves}
+    return {path: spec for path, spec in paths.items() if "weights" not in path and spec}
+
+
+def forced(run: TrainingRun, step: Step, again: str = "none") -> Options:
+    """Return the options under which nothing of the row's configuration is left to choose; what it
+    repeats is in the step. `again`: what the planner's own recomputation repeats."""
     mesh = tuple(size for size in (run.data, run.tensor) if size > 1) or (1,)
     return Options(
         num_stages=run.pipeline,
         num_microbatches=run.num_microbatches,
         schedule="1f1b" if run.pipeline > 1 else None,
         preset=preset_of(run),
+        pins=state_pins(run, step),
         mesh_shape=mesh,
-        recompute=run.recompute,
+        recompute=again,
+        num_token_slices=1,
         memory=ENOUGH,
         cache=False,
     )
 
 
-def planned_run(run: TrainingRun, under: ClusterSpec) -> Planned:
-    """Return the run's plan on a cluster, its step traced whole."""
-    return make_plan(stepped(run, run.model.layers), under, forced(run))
+def stage_cuts(run: TrainingRun, num_layers: int) -> list[int] | None:
+    """Return where the program cuts a model, clustered into its blocks and at most a head of its
+    own, into stages [stages + 1]; None where it has stages of other parts."""
+    counts = stage_layers(run)
+    whole = len(counts) == run.pipeline and all(count == int(count) for count in counts)
+    if not whole or num_layers - run.model.layers not in (0, 1):
+        return None
+    return [*(int(sum(counts[:k])) for k in range(run.pipeline)), num_layers]
 
 
-def cached_point(run: TrainingRun, under: ClusterSpec) -> Point | None:
-    """Return the run's point from the costs of a model with three layers on a cluster."""
+def planned_run(run: TrainingRun, under: ClusterSpec, again: str = "none") -> Planned:
+    """Return the run's plan on a cluster, its step traced whole, with what is repeated `again` by
+    the planner; its stages are those of the program, which no option names."""
+    step = stepped(run, run.model.layers)
+    options = forced(run, step, again)
+    planned = make_plan(step, under, options)
+    if run.pipeline == 1:
+        return planned
+    outlook, layering = outlook_of(step.program(run.num_microbatches), options, under)
+    cuts, plan = stage_cuts(run, outlook.num_layers), planned.plan.stage_plan
+    if cuts is None:
+        return planned
+    stages = tuple(
+        evolve(stage, candidate=evolve(stage.candidate, layer_start=start, layer_stop=stop))
+        for stage, (start, stop) in zip(plan.stages, itertools.pairwise(cuts), strict=True)
+    )
+
+    def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
+        return solve_within(selection, options, memory)
+
+    model = calibrated_model(under)
+    plan = evolve(plan, stages=stages)
+    found = finish(plan, outlook, layering, 0.0, step, model, options, choose)
+    assert isinstance(found, Planned)
+    return found
+
+
+def cached_point(run: TrainingRun, under: ClusterSpec, again: str = "none") -> Point | None:
+    """Return the run's point from the costs of a model with three layers on a cluster, which the
+    planner repeats `again`."""
     step = stepped(run, min(UNTRACED, run.model.layers))
     few = Few(sizes={}, repeats=max(1, run.model.layers - UNTRACED + 1))
     grid = Grid("measured", calibrated_model(under), few, step, run.global_batch, True, ENOUGH)
     zero = 3 if run.zero_stage == 3 else 1
     of = (run.tensor, run.data, zero, run.num_microbatches)
-    found = grid.points_of(*of, preset_of(run) or "dp", (run.recompute,), improve=True)
+    pins = state_pins(run, step)
+    layers = grid.num_layers(run.num_microbatches)
+    cuts = stage_cuts(run, layers) if run.pipeline > 1 else None
+    found = grid.points_of(*of, preset_of(run) or "dp", (again,), pins=pins, cuts=cuts)
     return next(found, None)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from attrs import evolve, field, frozen
 import stage_dp
 from alpa_interchange import LogicalMesh, StageCandidate, SubmeshSpec
 from alpa_meta.corpus import published
-from alpa_meta.inter_op.candidates import Outlook
+from alpa_meta.inter_op.candidates import Outlook, beside_layers
 from alpa_meta.inter_op.layer_costs import LayerCosts
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.stage_costs import StageCosts
@@ -37,12 +37,13 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.model_dims import model_dims
 from alpa_meta.options import Options
-from alpa_meta.pinning import Pin
+from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.presets import preset_pins
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.program import Program, Step
+from alpa_meta.types import Spec
 from cost_model import CostModel, calibrated_model, cluster
 
 MOST_TENSOR = 16  # Megatron keeps tensor parallelism inside a host; larger is never best
@@ -155,6 +156,10 @@ class Grid:
             for zero in (1, 3) if data > 1 else (1,):
                 yield from self._of_mesh(tensor, data, zero)
 
+    def num_layers(self, count: int) -> int:
+        """Return the number of layers of the whole model in `count` microbatches."""
+        return int(self.few.times(self._outlook(count)[1].num_layers).sum())
+
     @property
     def _per_host(self) -> int:
         return min(group.devices_per_host for group in self.model.cluster.host_groups)
@@ -176,22 +181,24 @@ class Grid:
         count: int,
         preset: str | None = None,
         kinds: Sequence[str] = ("none", "full"),
-        improve: bool = False,
+        pins: Mapping[str, Spec] | None = None,
+        cuts: Sequence[int] | None = None,
     ) -> Iterator[Point]:
         """Yield the points that fit of one mesh and number of microbatches, one of each kind of
-        recomputation; a `preset` shards in place of Megatron's pins under ZeRO. `improve`: the cuts
-        that take the least step, not those with the least slowest stage."""
+        recomputation; a `preset` shards in place of Megatron's pins under ZeRO, but for the `pins`
+        of inputs by path, and its stages are cut at `cuts`, where none are given for the least
+        step, not for the least slowest stage."""
         pipeline = self.model.cluster.num_devices // (tensor * data)
         groups = self._groups(pipeline, tensor * data)
         if groups is None:
             return
         costs = {
-            group: self.layers(tensor, data, zero, count, group, preset, kinds)
+            group: self.layers(tensor, data, zero, count, group, preset, kinds, pins)
             for group in set(groups)
         }
         for kind in kinds if all(costs.values()) else ():
             tables = [costs[group][kind] for group in groups]
-            stages = self._stages(tables, groups, tensor, data, count, improve)
+            stages = self._stages(tables, groups, tensor, data, count, preset is not None, cuts)
             flying = stage_dp.in_flight_counts(stages, "1f1b")
             peaks = [stage_dp.peak_bytes(s, f) for s, f in zip(stages, flying, strict=True)]
             limits = [usable_memory(self.model.cluster, g, self.memory) for g in groups]
@@ -226,6 +233,7 @@ class Grid:
         group: int,
         preset: str | None = None,
         kinds: Sequence[str] = ("none", "full"),
+        fixed: Mapping[str, Spec] | None = None,
     ) -> dict[str, _Layers]:
         """Return what every layer costs on one mesh by kind of recomputation, nothing where the
         solver finds nothing."""
@@ -245,7 +253,7 @@ class Grid:
             preset_pins(preset, program, mesh)
             if preset
             else _pins(program, mesh, tensor > 1, data > 1, zero)
-        )
+        ) | pinned_inputs(program, mesh, fixed or {})
         alone = devices == self.model.cluster.num_devices  # one stage: one program does it all
         scope = stage_scope(program, outlook.staging, 0, 1, pins, apart=not alone)
         selection = build(scope.eqns, MeshCosts(mesh, self.model, group), f"{data} x {tensor}")
@@ -284,9 +292,11 @@ class Grid:
         data: int,
         count: int,
         improve: bool,
+        cuts: Sequence[int] | None = None,
     ) -> list[StageCandidate]:
-        """Return the stages of the cuts with the least time of the slowest stage, or with the least
-        step, found from these by giving one layer at a time from a stage to another.
+        """Return the stages between `cuts`, or of the cuts with the least time of the slowest
+        stage, or with the least step, found from these by giving one layer at a time from a stage
+        to another.
 
         With few microbatches the slowest stage is not all: the first stage's update comes last.
         20 layers cut for it alone on 4 stages with 2 microbatches were 10 % slower than the
@@ -297,6 +307,8 @@ class Grid:
             stages = self._cut(cuts, tables, groups, tensor, data, count)
             return stage_dp.step_seconds(stages, "1f1b"), stages
 
+        if cuts is not None:
+            return self._cut(cuts, tables, groups, tensor, data, count)
         cuts = _balanced([table.forward + table.backward for table in tables])
         best, stages = priced(cuts)
         while improve:
@@ -317,7 +329,7 @@ class Grid:
         count: int,
     ) -> list[StageCandidate]:
         """Return the stages between `cuts` [stages + 1]."""
-        found = []
+        found, (forth, back, once) = [], beside_layers(self.model)
         for k, (start, stop) in enumerate(itertools.pairwise(cuts)):
             table, part = tables[k], slice(start, stop)
             edge = 0.0
@@ -331,9 +343,9 @@ class Grid:
                     submesh=submesh,
                     logical=self.model.logical_mesh(submesh, (1,), ("x",)),
                     num_microbatches=count,
-                    forward_seconds=float(table.forward[part].sum()),
-                    backward_seconds=float(table.backward[part].sum()),
-                    step_seconds=float(table.update[part].sum()),
+                    forward_seconds=float(table.forward[part].sum()) + forth,
+                    backward_seconds=float(table.backward[part].sum()) + back,
+                    step_seconds=float(table.update[part].sum()) + once,
                     state_bytes=float(table.state[part].sum()),
                     activation_bytes=float(table.activations[part].sum()),
                     transient_bytes=float(table.transient[part].max()),

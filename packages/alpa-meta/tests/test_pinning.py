@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_meta as alpa
 from alpa_interchange import ShardingSpec
 from alpa_meta.pinning import Pin
+from cost_model import CostModel
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
 ONE_MESH: dict[str, Any] = {
@@ -77,6 +78,18 @@ def test_a_sharding_constraint_in_the_step_is_kept_under_the_mesh_s_own_axis_nam
     train_step = make_step(lambda h: jax.lax.with_sharding_constraint(h, sharding))
     step = alpa.parallelize(train_step, **ONE_MESH, axis_names=("data", "model"))
     assert hidden_spec(step)[0] == ShardingSpec((("data",), ("model",)))
+
+
+def test_gathering_what_is_pinned_cut_for_a_pin_of_all_of_it_is_priced():
+    def gathered(hidden):
+        return alpa.pin(alpa.pin(hidden, P("x")) + 1.0, P())
+
+    given: dict[str, Any] = ONE_MESH | {"cluster": "h100:8", "mesh_shape": (8,)}
+    plan = alpa.parallelize(make_step(gathered), **given).plan_for(*shapes())
+    mesh = plan.stage_plan.stages[0].candidate.logical
+    size = 16 * 128 * 4.0
+    least = CostModel(plan.cluster).collective_seconds("all-gather", size, mesh.axes)
+    assert plan.shardings[0].collective_seconds["forward"] >= least
 
 
 def test_a_pin_excludes_meshes_without_its_axes():

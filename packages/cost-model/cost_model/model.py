@@ -193,6 +193,12 @@ class CostModel:
     ) -> TransferLinks:
         """Return what a transfer between submeshes passes through; `link` as in
         `transfer_seconds`."""
+        links = self._idle_links(source, target, link)
+        return links if self.program is None else self.program.transfer_links(links)
+
+    def _idle_links(
+        self, source: SubmeshSpec, target: SubmeshSpec, link: str | None
+    ) -> TransferLinks:
         sender = host_group(self.cluster, source)
         receiver = host_group(self.cluster, target)
         ports = (sender.intra_host.effective_bandwidth, receiver.intra_host.effective_bandwidth)

@@ -13,6 +13,9 @@ A cluster's name may say which training program its steps run under, behind a pl
     collective   inside a layer: the share of the links that tensor parallelism reaches, and a
                  latency more                                                -> collective_seconds
     buckets      the share that gradients reach, and of that what is exposed    -> exposed_share
+    transfers    between stages: their latency and share of the links           -> transfer_links
+    host         what every stage takes beside layers, per microbatch       -> microbatch_seconds
+                 and per step                                               -> step_seconds
 
 The host launches kernel by kernel, and runs ahead while a large one runs: both passes of a layer
 take the sum of its kernels and collectives or the sum of their launches, whichever is more, as
@@ -37,6 +40,7 @@ from cost_model.kernel import KernelEfficiency, matmul_share
 from cost_model.prediction import step_model
 from cost_model.step_constants import StepConstants
 from cost_model.step_layers import launched_seconds
+from cost_model.topology import TransferLinks
 from cost_model.training_run import TrainingRun
 
 PROPERTIES = ("flash", "fused", "staged")
@@ -49,6 +53,7 @@ beside them are the constants fitted without the second fold, to judge its rows 
 _PRODUCTS = 18.0
 # collectives of tensor parallelism per layer and microbatch: all-reduces, or twice as many halves
 _ALL_REDUCES = 4.0
+_PRODUCT_KINDS = ("matmul", "convolution", "attention")
 _CAUSAL = 0.5  # of the products that fused attention computes
 
 _MARK = re.compile(r"(?P<cluster>.+)\+(?P<executor>[a-z][a-z0-9-]*)(?P<properties>(,[a-z]+\d*)*)")
@@ -77,11 +82,13 @@ class Program:
         """Return the shares of a device's peaks that the program's kernels reach."""
         c, plain = self.constants, KernelEfficiency()
         attention = c.fused_attention_share / _CAUSAL if self.attends else c.attention_share
+        # products move what they do, whatever kernels are not fused between them
         share = c.memory_share / (1.0 if "fused" in self.properties else c.unfused_memory)
+        products = dict.fromkeys(_PRODUCT_KINDS, c.memory_share)
         return KernelEfficiency(
             compute={"matmul": c.matmul_share, "convolution": c.matmul_share,
                      "attention": attention},
-            memory=dict.fromkeys(plain.memory, share),
+            memory=dict.fromkeys(plain.memory, share) | products,
             half_bytes=0.0,
             half_depth=c.half_depth,
             source=f"training runs under {self.executor}",
@@ -125,6 +132,34 @@ class Program:
         else:
             overlapped = kind == "all-reduce" or executor.gathers_ahead
         return (c.gradient_exposed if overlapped else c.sharded_exposed) / c.gradient_bandwidth
+
+    @property
+    def microbatch_seconds(self) -> tuple[float, float]:
+        """Return the seconds that a stage takes beside its layers for each microbatch, forward and
+        backward: twice as many there, as its kernels; none in a compiled program."""
+        whole = 0.0 if EXECUTORS[self.executor].compiled else self.constants.microbatch
+        return whole / 3, whole * 2 / 3
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step beside its microbatches and updates, likewise."""
+        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.step
+
+    def transfer_links(self, links: TransferLinks) -> TransferLinks:
+        """Return what a transfer between stages passes through, with the latency and the share of
+        the bandwidth that the program's transfers have."""
+        c = self.constants
+        hosts = links.hosts
+        if hosts is not None:  # whose links have the share of collectives already (`_links`)
+            share = c.pipeline_bandwidth / c.fabric_bandwidth
+            hosts = hosts[0] * share, hosts[1] * share
+        ports = links.devices
+        return evolve(
+            links,
+            latency=c.pipeline_latency,
+            devices=(ports[0] * c.pipeline_bandwidth, ports[1] * c.pipeline_bandwidth),
+            hosts=hosts,
+        )
 
     def passes_seconds(self, busy: Any, host: Any) -> Any:
         """Return the seconds of both passes of a layer whose devices are `busy` for as many and

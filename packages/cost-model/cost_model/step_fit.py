@@ -26,6 +26,8 @@ from scipy.stats import norm, t
 
 from alpa_interchange.document import save
 from cost_model.correction import Cell, Correction, features
+from cost_model.executor import EXECUTORS
+from cost_model.layer_fit import fit_layers
 from cost_model.least_squares import fit_parameters
 from cost_model.measured_row import MeasuredRun
 from cost_model.measured_run import read_measured_runs
@@ -136,6 +138,9 @@ def fit_model(rows: Sequence[MeasuredRun], fitted_on: str) -> FittedModel:
     )
     fixed = _FIXED.get(executor, ())
     first = asdict(StepConstants()) | dict(_STARTS.get(executor, {}))
+    if EXECUTORS[executor].profiled:  # runs whose layers are looked up leave their constants alone
+        devices = {group.device.name for run in runs for group in run.cluster.host_groups}
+        first |= fit_layers(executor, devices, first, _BOUNDS)
 
     def predict(values: Mapping[str, float]) -> np.ndarray:
         constants = StepConstants(**(first | dict(values)))

@@ -71,7 +71,18 @@ def run_axes(run: TrainingRun, c: StepConstants) -> dict[str, MeshAxis]:
 def run_layer(
     run: TrainingRun, axes: Mapping[str, MeshAxis], c: StepConstants, expert: int
 ) -> Layer:
-    """Return the seconds of a layer; `expert` devices share its experts, 0: it has none."""
+    """Return the seconds of a layer, as measured where the program was profiled; `expert` devices
+    share its experts, 0: it has none."""
+    known = _measured(run)
+    if known is not None:
+        return Layer(kernels=known[0], comm=0.0, host=0.0, seconds=known[0])
+    return priced_layer(run, axes, c, expert)
+
+
+def priced_layer(
+    run: TrainingRun, axes: Mapping[str, MeshAxis], c: StepConstants, expert: int
+) -> Layer:
+    """Return the seconds of a layer by the constants alone."""
     device = run.cluster.host_groups[0].device
     work = layer_work(
         run.model, run.micro_batch, run.tensor, run.context, run.sequence_parallel,
@@ -111,9 +122,6 @@ def run_layer(
         host *= 1 + run.recompute_share * c.launch_recompute / 3
     if run.zero_stage == 3:
         comm += _sharded_layer(run, kernels, axes, c)
-    known = _measured(run)
-    if known is not None:
-        return Layer(kernels=known[0], comm=0.0, host=0.0, seconds=known[0])
     if expert and run.program.fused_experts and run.dtype == "mxfp8":
         kernels, comm, host = (c.fused_experts * part for part in (kernels, comm, host))
     seconds = float(launched_seconds(kernels + comm, host, c.sharpness))
@@ -256,10 +264,18 @@ def edges_of_stages(
 def edge_seconds(
     run: TrainingRun, axes: Mapping[str, MeshAxis], c: StepConstants
 ) -> tuple[float, float, float]:
-    """Return seconds per microbatch of (embedding, output matrix, loss)."""
+    """Return seconds per microbatch of (embedding, output matrix, loss), as measured where the
+    program was profiled."""
     known = _measured(run)
     if known is not None:
         return known[1], known[2], 0.0
+    return priced_edges(run, axes, c)
+
+
+def priced_edges(
+    run: TrainingRun, axes: Mapping[str, MeshAxis], c: StepConstants
+) -> tuple[float, float, float]:
+    """Return seconds per microbatch of (embedding, output matrix, loss) by the constants alone."""
     model, device = run.model, run.cluster.host_groups[0].device
     peak = peak_flops(device, run.width_dtype) * device.sustained
     bandwidth = device.memory_bandwidth * c.memory_share

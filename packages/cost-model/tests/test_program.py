@@ -54,6 +54,37 @@ def test_layers_take_their_kernels_or_their_launches_but_in_a_compiled_program()
     assert equal == pytest.approx(3 * 2 ** (1 / c.sharpness))
 
 
+def test_stages_take_time_beside_their_layers_but_in_a_compiled_program():
+    eager, ours = (program_of(cluster(f"h100:16+{name}")) for name in ("nanotron", "xla"))
+    c = step_model("nanotron").whole.constants
+    assert eager and ours
+    assert sum(eager.microbatch_seconds) == pytest.approx(c.microbatch)
+    assert eager.step_seconds == c.step
+    assert (*ours.microbatch_seconds, ours.step_seconds) == (0.0, 0.0, 0.0)
+
+
+def test_transfers_between_stages_have_the_program_s_latency_and_share_of_the_links():
+    stated, c = CostModel(cluster("h100:16+nanotron")), step_model("nanotron").whole.constants
+    host = SubmeshSpec(num_hosts=1, devices_per_host=8)
+    idle = CostModel(H100).transfer_links(host, host, "hosts")
+    assert idle.hosts is not None
+    found = stated.transfer_links(host, host, "hosts")
+    assert found.latency == c.pipeline_latency and found.hosts is not None
+    assert found.hosts == pytest.approx([rate * c.pipeline_bandwidth for rate in idle.hosts])
+    moved = 1e9 / min(found.hosts)
+    assert stated.transfer_seconds(1e9, host, host, "hosts") == pytest.approx(
+        c.pipeline_latency + moved
+    )
+
+
+def test_products_reach_the_memory_that_unfused_kernels_around_them_do_not():
+    costs, c = CostModel(cluster("h100:16+fsdp")), step_model("fsdp").whole.constants
+    product, other = (
+        costs.compute_seconds(0.0, 1e9, "bfloat16", kind) for kind in ("attention", "elementwise")
+    )
+    assert other == pytest.approx(c.unfused_memory * product)
+
+
 def test_narrow_products_reach_less_of_the_peak():
     costs = CostModel(cluster("h100:16+nanotron"))
 

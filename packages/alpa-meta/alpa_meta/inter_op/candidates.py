@@ -313,12 +313,13 @@ def exact_candidate(
     costs = by_layer.under(solution.choice)
     count = template.num_microbatches
     state, gradients, activations, temporaries = costs.peak.bytes
+    forth, back, once = beside_layers(selection.costs.model)
     candidate = evolve(
         template,
-        forward_seconds=float(costs.forward.sum() / count),
-        backward_seconds=float(costs.backward.sum() / count),
+        forward_seconds=float(costs.forward.sum() / count) + forth,
+        backward_seconds=float(costs.backward.sum() / count) + back,
         backward_weight_seconds=float(costs.by_weight.sum() / count),
-        step_seconds=float(costs.update.sum() + share * costs.forward.sum()),
+        step_seconds=float(costs.update.sum() + share * costs.forward.sum()) + once,
         state_bytes=state + gradients,
         activation_bytes=activations / scope.eqns.in_flight,
         delayed_bytes=0.0,  # of those that are delayed, part of `activation_bytes`
@@ -331,6 +332,14 @@ def exact_candidate(
         shares = by_layer.by_part(solution.choice, numbers, len(lengths))[:2]
         candidate = evolve(candidate, token_slices=_token_slices(candidate, lengths, shares))
     return candidate, costs
+
+
+def beside_layers(model: CostModel) -> tuple[float, float, float]:
+    """Return what a program that runs the step takes on every stage beside layers: seconds of each
+    microbatch's passes, and of the step. Menus leave it out, whose bounds it holds above."""
+    if model.program is None:
+        return 0.0, 0.0, 0.0
+    return *model.program.microbatch_seconds, model.program.step_seconds
 
 
 def _token_slices(

@@ -51,7 +51,7 @@ def operator_choice(builder: Builder, one: Placed, scope: dict[Atom, Source]) ->
         strategies = _strategies(builder, eqn, one.rule, leader, scope)
         if leader is not None:
             node = scope[eqn.invars[leader]].node
-        elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
+        elif len(strategies) == 1 and _are_whole(strategies[0].results):
             node = builder.fixed
         else:
             node = builder.new_node(one.key, eqn.primitive.name, strategies)
@@ -66,6 +66,12 @@ def operator_choice(builder: Builder, one: Placed, scope: dict[Atom, Source]) ->
             builder.costs.columns(strategies),
         )
     return known
+
+
+def _are_whole(specs: Sequence[ShardingSpec]) -> bool:
+    """Return whether every device has all of what has these specs, so that nothing is sent for any
+    other: a pinned value that is cut, the only choice of its pin, has to be gathered."""
+    return not any(spec.partial or any(spec.dims) for spec in specs)
 
 
 def _seconds(builder: Builder, one: Placed, strategies: tuple[Strategy, ...]) -> Priced:

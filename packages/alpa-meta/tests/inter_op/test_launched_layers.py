@@ -137,6 +137,26 @@ def test_a_plan_for_a_stated_program_is_no_faster_than_its_bound_or_its_stages(s
     assert plan.step_seconds >= slowest
 
 
+def test_a_planned_stage_takes_what_its_program_takes_beside_layers():
+    costs, selection, choice = _costs("h100:1+nanotron", 512)
+    program = selection.costs.model.program
+    assert program is not None
+    plan = (
+        alpa_meta.parallelize(
+            step, cluster="h100:1+nanotron", num_microbatches=COUNT, num_layers=4, num_stages=1,
+            recompute="none", cache=False,
+        )
+        .lower(*shapes(512, 256 * COUNT))
+        .plan
+    )  # fmt: skip
+    (stage,) = plan.stage_plan.stages
+    layers = _passes(costs, choice).sum()
+    taken = stage.candidate.forward_seconds + stage.candidate.backward_seconds
+    assert taken == pytest.approx(layers + sum(program.microbatch_seconds), rel=0.01)
+    assert sum(program.microbatch_seconds) > 0.02 * taken
+    assert stage.candidate.step_seconds > program.step_seconds > 0
+
+
 def test_a_compiled_program_waits_for_no_launch():
     def step(weight, batch):
         value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(weight)
