@@ -72,6 +72,16 @@ def supervised_pairs(w, batch):
     return -((fitting * logs).sum(1) / jnp.maximum(fitting.sum(1), 1)).mean()
 
 
+def told_apart(w, batch):
+    """Triplets of the farthest example of a class and the nearest of others, by truths."""
+    z, label = image(w, batch["image"]), batch["label"]
+    distances = jnp.square(z[:, None] - z[None]).sum(-1)
+    alike, shown = label[:, None] == label[None], (z.sum(1) > 0)[None]
+    farthest = jnp.where(alike, distances, -jnp.inf).max(1)
+    nearest = jnp.where(alike | ~shown, jnp.inf, distances).min(1, initial=9.0)
+    return jax.nn.relu(1 + farthest - nearest).mean()
+
+
 def decorrelated(w, batch):
     """Barlow twins: Zbontar et al. 2021, algorithm 1."""
     first, second = image(w, batch["image"]), batch["text"] @ w["text"]
@@ -132,6 +142,7 @@ LOSSES = (
     sigmoid_pairs,
     two_views,
     supervised_pairs,
+    told_apart,
     decorrelated,
     prototypes,
     transported,

@@ -43,7 +43,7 @@ class Calls:
                 made[dims] = _step(examples_first(call, dims, static), options)
                 return made[dims]
 
-            found = batch_dims_of(made[()], cluster(), options, moved)
+            found = batch_dims_of(made[()], cluster, options, moved)
             self._dims[kind] = found
             self._traced = call_key(examples_first(call, found, static), static), made[found]
         return examples_first(call, self._dims[kind], static)

@@ -86,6 +86,8 @@ def _check_gradients(walk: Walk, phases: Sequence[str], cut: Cut) -> None:
     if any(cut.placements.get(var, REPLICATED).kind != "replicated" for var in used):
         return
     eqns = walk.jaxpr.eqns[: len(phases)]
+    if walk.whole_of:
+        walk.refuse("all gradients are made of the whole batch")
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
         kinds = {read(atom, walk.known).kind for atom in eqn.invars}
         statistic = k in walk.from_statistics and "split" in kinds
@@ -185,7 +187,8 @@ def _kept(walk: Walk) -> Iterator[tuple[JaxprEqn, Run | None, str]]:
         if k in walk.from_statistics:
             continue
         for whole in walk.before.get(k, ()):
-            yield whole, Run(Reading((REPLICATED,) * len(whole.invars), (REPLICATED,))), phase
+            reading = Reading((REPLICATED,) * len(whole.invars), (REPLICATED,) * len(whole.outvars))
+            yield whole, Run(reading), phase
         given = walk.read_whole.get(k, {})
         if given:
             eqn = eqn.replace(

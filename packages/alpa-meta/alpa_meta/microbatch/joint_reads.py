@@ -30,12 +30,15 @@ def mixed_values(
     eqn: JaxprEqn,
     known: Mapping[Var, Placement],
     maker_of: Mapping[Var, JaxprEqn],
+    trained: Collection[Var],
     may_be_whole: Callable[[Var], bool],
-) -> frozenset[Var] | None:
+) -> frozenset[Var]:
     """Return the values of the examples that an equation mixes, and those that what it reads was
-    made of once it was mixed; None if some of them cannot be put together.
+    made of once it was mixed; none if some of them cannot be put together.
 
-    `may_be_whole` says of a value whether it is made before all that mixes examples.
+    `may_be_whole` says of a value whether it is made before all that mixes examples. What no
+    parameter is in is computed whole; truths that depend on parameters are made of the whole of
+    what they compare.
     """
     found: set[Var] = set()
     seen: set[Var] = set()
@@ -46,14 +49,17 @@ def mixed_values(
             continue
         seen.add(atom)
         kind = known.get(atom, REPLICATED).kind
-        if kind == "split" and may_be_whole(atom):
-            if gathered(atom) != SUM:
-                return None
-            found.add(atom)
-        elif kind in ("split", "mixed") or not may_be_whole(atom) and kind != "replicated":
-            if atom not in maker_of:
-                return None
-            left += maker_of[atom].invars  # sums that may be whole are totals
+        if kind == "replicated":
+            continue
+        if may_be_whole(atom) and kind != "mixed":
+            if kind != "split":
+                continue  # a sum that is a total
+            if atom not in trained or gathered(atom) == SUM:
+                found.add(atom)
+                continue
+        if atom not in maker_of:
+            return frozenset()
+        left += maker_of[atom].invars
     return frozenset(found)
 
 

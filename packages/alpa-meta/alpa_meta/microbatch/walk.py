@@ -22,11 +22,7 @@ from alpa_meta.microbatch.batched_while import ends_alone, shared_counters, stee
 from alpa_meta.microbatch.cut_step import place_of, variables
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
 from alpa_meta.microbatch.gathering import aside, gathered
-from alpa_meta.microbatch.joint_reads import (
-    meets_weights,
-    mixed_values,
-    reading_whole,
-)
+from alpa_meta.microbatch.joint_reads import meets_weights, mixed_values, reading_whole
 from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading, split
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.regions import is_region
@@ -247,7 +243,7 @@ class Walk:
         return self._mixing(k, eqn, inner, lacking)
 
     def _mixing(self, k: int, eqn: JaxprEqn, inner: JaxprEqn, lacking: str = "") -> Run:
-        self.joint.update(mixed_values(eqn, self.known, self._maker, self._may_be_whole) or ())
+        self.joint |= mixed_values(eqn, self.known, self._maker, self.trained, self._may_be_whole)
         place = place_of([inner, eqn, *self.jaxpr.eqns[k + 1 :]])
         return self._mixed(
             eqn,
@@ -335,7 +331,8 @@ class Walk:
                 one if isinstance(one, Literal) else self._given_whole(one, k)
                 for one in maker.invars
             ]
-            self.before.setdefault(k, []).append(maker.replace(invars=operands, outvars=[found]))
+            made = [found if var is atom else Var(var.aval) for var in maker.outvars]
+            self.before.setdefault(k, []).append(maker.replace(invars=operands, outvars=made))
             return found
         dtype = dtype_of(atom)
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

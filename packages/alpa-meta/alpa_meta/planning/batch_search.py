@@ -27,20 +27,23 @@ def trace_step(step: Step, cluster: ClusterSpec, options: Options) -> None:
 
 
 def batch_dims_of(
-    step: Step, cluster: ClusterSpec, options: Options, moved: Callable[[BatchDims], Step]
+    step: Step,
+    cluster: Callable[[], ClusterSpec],
+    options: Options,
+    moved: Callable[[BatchDims], Step],
 ) -> BatchDims:
     """Return the dims of the examples of a step that is given with its arguments as they are;
     `moved` makes the step whose batches have these dims in front.
 
     It is the first dim where microbatches can be cut along it, else the first other one that all
-    arrays of the batch have and along which they compute the same; of a given plan, that which it
-    was made for.
+    arrays of the batch have and along which they compute the same; of a given plan, which needs no
+    cluster, that which it was made for.
     """
     with collections_paused():
         if options.plan is not None:
             return _planned_dims(step, options.plan, moved)
-        trace_step(step, cluster, options)
-        if not _is_refused(step, cluster, options):
+        trace_step(step, cluster(), options)
+        if not _is_refused(step, cluster(), options):
             return ()
         for dims in other_dims(step):
             if _can_be_cut(moved(dims)):
@@ -59,7 +62,10 @@ def _is_refused(step: Step, cluster: ClusterSpec, options: Options) -> bool:
     counts = microbatch_counts(possible, options.num_stages, None)
     count = max([given if given in possible else 1, *counts, *possible[:2]])
     short = short_step_of(step, options, cluster) if may_cut(2, cluster, options) else None
-    program = (short or step).program(count)
+    try:
+        program = (short or step).program(count)
+    except PlanError:  # which says what is wrong with an operator, whatever the dims
+        return False
     return bool(program.inexact or program.averaged)
 
 
