@@ -10,6 +10,7 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_meta.compat import shape_of
+from alpa_meta.microbatch import cut
 from alpa_meta.step.program import Step
 
 B, D, H, E = 16, 6, 12, 8
@@ -210,6 +211,17 @@ def test_a_microbatch_encodes_its_own_examples_only():
         and any(leaves[atom].role == "state" for atom in eqn.invars if atom in leaves)
     ]
     assert {shape[0] for shape in encoded} == {B // 4}
+
+
+def test_what_is_read_whole_is_found_in_three_walks(monkeypatch):
+    def refused(walks):
+        monkeypatch.setattr(cut, "MOST_ROUNDS", walks)
+        programs = {loss: Step(step_of(loss), (WEIGHTS, BATCH)).program(2) for loss in LOSSES}
+        return {loss for loss, program in programs.items() if program.inexact}
+
+    assert not refused(3)
+    assert correlation in refused(2)
+    assert refused(1) == set(LOSSES)
 
 
 def test_a_model_behind_batch_statistics_is_refused():

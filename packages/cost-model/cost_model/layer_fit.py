@@ -30,7 +30,6 @@ from cost_model.transformer import TransformerSpec
 
 _MODELS = ("opt-350m", "opt-30b", "gpt-neo-2.7b")
 _TOKENS = 2048
-_ITERATIONS = 20
 _WEIGHT = 8.0  # of all rows together against the prior, as a source of runs has (`step_fit`)
 
 
@@ -70,7 +69,7 @@ def fit_layers(
         if value and not np.array_equal(predict({name: 0.9 * value}), same)
     }
     weights = np.full(len(measured), _WEIGHT / math.sqrt(len(measured)))
-    return fit_parameters(predict, measured, start, bounds, weights=weights, iterations=_ITERATIONS)
+    return fit_parameters(predict, measured, start, bounds, weights=weights)
 
 
 def _run(executor: str, time: LayerTime, model: Mapping[str, Any]) -> TrainingRun:

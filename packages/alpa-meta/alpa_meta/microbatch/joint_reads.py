@@ -22,8 +22,10 @@ from alpa_meta.microbatch.gathering import gathered
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement
 
 MOST_ROUNDS = 4
-"""Of finding what is read whole: each may meet the next equation that mixes examples. CLIP's loss
-takes one such round, a correlation of normalised embeddings two; none of 20 losses took more."""
+"""Walks through a step: the first, and as many again as find more to read whole. The losses of
+tests/test_joint_losses.py take three at most (a test), as that of correlations, which first mixes
+predictions and then what they are multiplied by; one more is for losses that were not thought of,
+and each costs about what the first does."""
 
 
 def mixed_values(

@@ -88,6 +88,8 @@ class Walk:
         self._after_total.add(whole)
 
     def walk(self) -> None:
+        """Follow every value through the program, noting where microbatches hold it and why some
+        cannot."""
         for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, self.phases, strict=True)):
             if phase == "update":
                 self._update(k, eqn)
