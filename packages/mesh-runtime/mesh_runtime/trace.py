@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from attrs import evolve, frozen
@@ -99,14 +99,24 @@ class Recorder:
             watcher.items.put(None)
         for watcher in self._watchers.values():
             watcher.thread.join()
-        stops = {(one.mesh, one.position): one.stop for one in self._timings}
-        found = [self._begun(one, stops) for one in self._timings]
-        return tuple(sorted(found, key=lambda one: (one.start, one.stop, one.mesh)))
+        found = {(one.mesh, one.position): one for one in self._timings}
+        for mesh, position in [at for at in self._received if at in found]:  # the others failed
+            self._begin(found, mesh, position)
+        return tuple(sorted(found.values(), key=lambda one: (one.start, one.stop, one.mesh)))
 
-    def _begun(self, timing: Timing, stops: Mapping[tuple[int, int], float]) -> Timing:
-        """Return a timing that starts when all that its instruction received was there."""
-        mesh, received = timing.mesh, self._received.get((timing.mesh, timing.position), ())
-        return evolve(timing, start=max([timing.start, *(stops[mesh, at] for at in received)]))
+    def _begin(self, found: dict[tuple[int, int], Timing], mesh: int, position: int) -> None:
+        """Start an instruction when all that it received was there.
+
+        The watcher of the receives may wake after that of the runs: what a run reads was there by
+        the time its results were, whatever was seen of it.
+        """
+        run = found[mesh, position]
+        for at in self._received[mesh, position]:
+            there = found[mesh, at]
+            stop = min(there.stop, run.stop)
+            found[mesh, at] = evolve(there, start=min(there.start, stop), stop=stop)
+            run = evolve(run, start=max(run.start, stop))
+        found[mesh, position] = run
 
 
 class _Watcher:

@@ -1,3 +1,6 @@
+import threading
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,3 +55,44 @@ def test_a_run_starts_once_what_it_received_is_there():
     recorder.record(0, 1, "run", 0.0, [], [arriving + 1], received=[0])
     receive, run = recorder.finish()
     assert run.start >= receive.stop > receive.start
+
+
+class Watched:
+    """A result whose watcher wakes when `wakes` is set, and sets `seen` then."""
+
+    def __init__(self, wakes: threading.Event) -> None:
+        self.wakes, self.seen = wakes, threading.Event()
+
+    def block_until_ready(self) -> None:
+        assert self.wakes.wait(60)
+        self.seen.set()
+
+
+def arrays(*watched: Watched) -> list[jax.Array]:
+    return [cast(jax.Array, one) for one in watched]
+
+
+def test_a_receive_whose_watcher_wakes_after_the_run_was_there_when_the_run_was():
+    recorder = Recorder("ready", 1)
+    now = threading.Event()
+    now.set()
+    made = Watched(now)
+    recorder.record(0, 0, "receive", 0.0, [], arrays(Watched(made.seen)))
+    recorder.record(0, 1, "run", 0.0, [], arrays(made), received=[0])
+    one, other = recorder.finish()
+    receive, run = sorted((one, other), key=lambda event: event.position)
+    assert 0 <= receive.start <= receive.stop <= run.start <= run.stop
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_timings_before_a_failed_result_are_kept():
+    class Failed(Watched):
+        def block_until_ready(self) -> None:
+            raise RuntimeError("boom")
+
+    recorder = Recorder("ready", 1)
+    now = threading.Event()
+    now.set()
+    recorder.record(0, 0, "receive", 0.0, [], arrays(Watched(now)))
+    recorder.record(0, 1, "run", 0.0, [], arrays(Failed(now)), received=[0])
+    assert [event.position for event in recorder.finish()] == [0]
