@@ -113,7 +113,13 @@ def window_of(
     }
     if not kept.isdisjoint(left_out or ()):
         raise UnlikeCopiesError
-    return _Cutter(staging, keys, run_of, kept).window(tuple(classes), results)
+    try:
+        return _Cutter(staging, keys, run_of, kept).window(tuple(classes), results)
+    except UnlikeCopiesError:  # its copies read from one another both ways
+        if left_out:
+            raise
+        every = set(range(num_layers))
+        return _Cutter(staging, keys, {}, every).window(tuple(classes), results)
 
 
 class _Cutter:
@@ -162,7 +168,8 @@ class _Cutter:
         return Window(part, keys, times, reads, layer_of, classes)
 
     def _chosen(self, results: Collection[Atom]) -> tuple[list[int], list[JaxprEqn]]:
-        """Return the positions of the equations that stay, and what they become.
+        """Return the positions of the equations that stay, and what they become, each behind those
+        that it reads from.
 
         Of those without a layer (scalars of the update) only what is read stays.
         """
@@ -178,7 +185,7 @@ class _Cutter:
                 found.append((k, self._rewired(eqn)))
                 needed.update(a for a in found[-1][1].invars if not isinstance(a, Literal))
         found.reverse()
-        return [k for k, _ in found], [eqn for _, eqn in found]
+        return ordered(found)
 
     def _stand_ins(self, layer: int) -> tuple[int, int]:
         """Return the layers whose forward and backward pass stand for a layer's.
@@ -235,3 +242,31 @@ class _Cutter:
             elif atom is not like:
                 found[self._stand_in(atom)] = 1
         return found
+
+
+def ordered(
+    chosen: Sequence[tuple[int, JaxprEqn]],
+) -> tuple[list[int], list[JaxprEqn]]:
+    """Return positions and equations in their order but that each is behind those it reads from;
+    UnlikeCopiesError where there is no such order.
+
+    The copy that a value is read from may be updated later: the update goes by names, of which
+    Dense_10 is before Dense_2, and the gradient of a bias may belong to the layer behind its own.
+    """
+    maker = {var: n for n, (_, eqn) in enumerate(chosen) for var in eqn.outvars}
+    begun, order = set[int](), dict[int, None]()
+    for first in range(len(chosen)):
+        waiting = [first]
+        while waiting:
+            n = waiting[-1]
+            atoms = chosen[n][1].invars if n not in order else ()
+            made_by = {maker[a] for a in atoms if not isinstance(a, Literal) and a in maker}
+            missing = sorted(made_by - order.keys(), reverse=True)
+            if missing and n in begun:
+                raise UnlikeCopiesError
+            begun.add(n)
+            if missing:
+                waiting += missing
+            else:
+                order[waiting.pop()] = None
+    return [chosen[n][0] for n in order], [chosen[n][1] for n in order]
