@@ -261,7 +261,7 @@ def ordered(
             n = waiting[-1]
             atoms = chosen[n][1].invars if n not in order else ()
             made_by = {maker[a] for a in atoms if not isinstance(a, Literal) and a in maker}
-            missing = sorted(made_by - order.keys(), reverse=True)
+            missing = sorted((m for m in made_by if m not in order), reverse=True)
             if missing and n in begun:
                 raise UnlikeCopiesError
             begun.add(n)
