@@ -225,8 +225,10 @@ class LayerCosts:
         found = {
             name: part[self._forth if name == "forward" else back] for name, part in found.items()
         }
-        slowed = self.under(choice, kind, size).slowed
-        if slowed is not None:  # parts are derivatives, and what waits for launches has small ones
+        if self._launches is not None:
+            slowed = self.under(choice, kind, size).slowed
+            assert slowed is not None
+            # parts are derivatives, and what waits for launches has small ones
             share = self._program.device_share(slowed)[:, None, None]
             found |= {name: share * part for name, part in found.items() if name != "update"}
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -185,13 +185,6 @@ class EquationSeconds:
     def at_size(self, problem: ShardingProblem, size: int, times: Sequence[int]) -> ShardingProblem:
         """Return the problem that these are the seconds of with those at another size; `times`: how
         often each equation counts."""
-        counts: dict[tuple[int, int, Priced], int] = {}
-        for at, node, seconds in self.costs:
-            key = (node, node, seconds)
-            counts[key] = counts.get(key, 0) + times[at]
-        for edge in self.edges:
-            key = (edge.first, edge.second, edge.seconds)
-            counts[key] = counts.get(key, 0) + edge.times
 
         def added(seconds: Priced) -> Floats:
             """Return by how much more the other size takes; what cannot be stays so."""
@@ -199,6 +192,35 @@ class EquationSeconds:
             finite = np.isfinite(here)
             return np.subtract(there, here, where=finite, out=np.zeros_like(here))
 
+        return self._with(problem, added, [1.0] * self.count, times)
+
+    def counted(
+        self, problem: ShardingProblem, often: Sequence[float], times: Sequence[int]
+    ) -> ShardingProblem:
+        """Return the problem that these are the seconds of where each equation runs so `often` for
+        each time that it ran; `times` as in `at_size`."""
+
+        def here(seconds: Priced) -> Floats:
+            return np.where(np.isfinite(seconds.at[0]), seconds.at[0], 0.0)
+
+        return self._with(problem, here, [ratio - 1 for ratio in often], times)
+
+    def _with(
+        self,
+        problem: ShardingProblem,
+        added: Callable[[Priced], Floats],
+        shares: Sequence[float],
+        times: Sequence[int],
+    ) -> ShardingProblem:
+        """Return the problem with more seconds, which count by the share of each equation."""
+        counts: dict[tuple[int, int, Priced], float] = {}
+        for at, node, seconds in self.costs:
+            key = (node, node, seconds)
+            counts[key] = counts.get(key, 0.0) + shares[at] * times[at]
+        for edge in self.edges:
+            key = (edge.first, edge.second, edge.seconds)
+            counts[key] = counts.get(key, 0.0) + shares[edge.position] * edge.times
+        counts = {key: count for key, count in counts.items() if count}
         more = {seconds: added(seconds) for seconds in {of for _, _, of in counts}}
         return with_added(
             problem,

@@ -16,7 +16,7 @@ from attrs import evolve
 import ilp_sharding
 import stage_dp
 from alpa_interchange import ShardingSolution, StageCandidate, StagePlan
-from alpa_meta.intra_op.selection import Selection, build, same_choice
+from alpa_meta.intra_op.selection import Selection
 
 # Share of a pass by which stages are made longer to see what that does to the step: the rows of
 # equal stages differ by less.
@@ -60,14 +60,12 @@ def solved_for(
 ) -> ShardingSolution:
     """Return what `choose` answers under a limit in bytes where the passes of a stage count so
     often, without a bound."""
-    counted = build(
-        evolve(selection.stage, num_microbatches=passes), selection.costs, selection.problem.name
-    )
-    found = choose(counted, limit)
-    choice = found.choice and same_choice(counted, found.choice, selection)
-    if not choice:
+    stage, ratio = selection.stage, passes / selection.stage.num_microbatches
+    often = [1.0 if phase == "update" else ratio for phase in stage.phases]
+    times = stage.times or [1] * len(stage.eqns)
+    counted = selection.seconds.counted(selection.problem, often, times)
+    found = choose(evolve(selection, problem=counted), limit)
+    if not found.choice:
         return choose(selection, limit)
-    judged = ilp_sharding.check(evolve(selection.problem, memory_limit=None), choice)
-    return evolve(
-        found, choice=choice, objective=float(judged.cost), lower_bound=None, status="feasible"
-    )
+    judged = ilp_sharding.check(evolve(selection.problem, memory_limit=None), found.choice)
+    return evolve(found, objective=float(judged.cost), lower_bound=None, status="feasible")

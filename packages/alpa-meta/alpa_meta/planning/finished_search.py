@@ -20,7 +20,6 @@ from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
-from alpa_meta.planning.counted_passes import counted_passes
 from alpa_meta.planning.menu_search import MenuSearch
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.planning.solved_stages import MENU_ERROR, Lacking
@@ -103,20 +102,8 @@ class Finish:
         found = outlook_in_pieces(*told) or outlook_of(*told)
         # One stage is one program, quicker than the two that the menu's layers are of.
         bound = search.bound if len(plan.stages) > 1 else 0.0
-        finished = functools.partial(
-            finish, plan, *found, bound, self.step, self.model, options, choose
-        )
-        planned = finished()
         several = len(plan.stages) > 1 and plan.num_microbatches > 1
-        if (
-            isinstance(planned, Planned)
-            and several
-            and planned.plan.step_seconds > plan.step_seconds * (1 + MENU_ERROR)
-        ):
-            weighed = finished(passes=counted_passes(plan))
-            if isinstance(weighed, Planned):
-                return min(planned, weighed, key=step_seconds_of)
-        return planned
+        return finish(plan, *found, bound, self.step, self.model, options, choose, weigh=several)
 
 
 def step_seconds_of(planned: Planned) -> float:

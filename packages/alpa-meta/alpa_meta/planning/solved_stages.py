@@ -73,7 +73,7 @@ class SolvedStage:
 
 class StageSolving:
     """Solves the stages of a pipeline of `num_layers` layers; `choose` answers each one's problem
-    under a limit in bytes, `passes` says how often its passes count (`counted_passes`)."""
+    under a limit in bytes."""
 
     def __init__(
         self,
@@ -84,13 +84,18 @@ class StageSolving:
         model: CostModel,
         options: Options,
         choose: Choose,
-        passes: Sequence[int],
     ) -> None:
         self.program, self.staging, self.stage_plan = program, staging, stage_plan
         self.num_layers, self.model, self.options = num_layers, model, options
-        self.choose, self.passes = choose, passes
+        self.choose = choose
+        self.passes: Sequence[int] = ()
         self.names = StageNames(staging, program.jaxpr.constvars)
         self.built = Stages()
+        self._selected: dict[int, tuple[StageScope, Selection]] = {}
+        # By stage and choice, what a plan says of it.
+        self._finished: dict[
+            tuple[int, tuple[int, ...] | None], tuple[PlacedStage, StageSharding]
+        ] = {}
         self._known: dict[str, tuple[ShardingSolution, int]] = {}  # with microbatches in flight
         self._predicted = stage_dp.device_bytes(
             stage_plan
@@ -99,8 +104,11 @@ class StageSolving:
         # By mesh that runs several stages: bytes withheld from all but the last of these.
         self._withheld: dict[int, float] = {}
 
-    def run(self) -> list[SolvedStage] | Lacking:
-        """Return the stages solved, or what one lacks."""
+    def run(self, passes: Sequence[int] = ()) -> list[SolvedStage] | Lacking:
+        """Return the stages solved, or what one lacks; `passes` says how often those of each stage
+        count (`counted_passes`)."""
+        self.passes = passes
+        self._withheld.clear()
         for _ in range(SHARED_ROUNDS):
             solved: list[SolvedStage] = []
             lacking = self._solve(solved)
@@ -130,24 +138,12 @@ class StageSolving:
     def _stage(self, stage: int, solved: Sequence[SolvedStage]) -> SolvedStage | Lacking:
         """Return a stage solved beside those before it, or what it lacks."""
         placed, in_flight = self.stage_plan.stages[stage], self.stage_plan.in_flight[stage]
-        scope, selection = stage_selection(
-            self.program, self.staging, stage, self.stage_plan, self.model, self.options, self.built
-        )
+        selection = self._selection(stage)[1]
         memory = self._memory(placed)
         limit = self._limit(stage, memory, solved)
         counted = self.passes[stage] if self.passes else None
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit, counted))
-        finished = functools.partial(
-            finished_stage,
-            self.program,
-            self.staging,
-            stage,
-            placed,
-            (scope, selection),
-            num_layers=self.num_layers,
-            names=self.names,
-            executor=self.options.executor,
-        )
+        finished = functools.partial(self._finish, stage)
         solution, of_more = self._known.get(key, (None, 0))
         found = None
         if solution is not None and still_fits(selection, solution, limit):
@@ -165,6 +161,37 @@ class StageSolving:
             self._known[key] = solution, in_flight
             found = finished(solution)
         return SolvedStage(*found, selection)
+
+    def _selection(self, stage: int) -> tuple[StageScope, Selection]:
+        """Return the scope of a stage and its selection problem, remembered."""
+        if stage not in self._selected:
+            self._selected[stage] = stage_selection(
+                self.program,
+                self.staging,
+                stage,
+                self.stage_plan,
+                self.model,
+                self.options,
+                self.built,
+            )
+        return self._selected[stage]
+
+    def _finish(self, stage: int, solution: ShardingSolution) -> tuple[PlacedStage, StageSharding]:
+        """Return what a plan says of a stage that runs by `solution`, remembered by its choice."""
+        key = stage, solution.choice
+        if key not in self._finished:
+            self._finished[key] = finished_stage(
+                self.program,
+                self.staging,
+                stage,
+                self.stage_plan.stages[stage],
+                self._selection(stage),
+                solution,
+                self.num_layers,
+                self.names,
+                self.options.executor,
+            )
+        return self._finished[key]
 
     def _memory(self, placed: PlacedStage) -> float:
         """Return the bytes of one of a stage's devices."""
