@@ -167,6 +167,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=3e-5, atol=3e-6)
 
 
+@pytest.mark.sample("loss", "num_stages")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_all_examples_are_read_together(loss, num_stages):

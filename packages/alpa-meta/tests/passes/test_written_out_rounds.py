@@ -261,6 +261,7 @@ def _require_right(step, options):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample("step", "options")
 @pytest.mark.parametrize("options", [{}, {"num_stages": 2, "num_microbatches": 2}])
 @pytest.mark.parametrize("step", RIGHT)
 def test_written_out_rounds_are_cut_like_a_step_without(step, options):

@@ -101,6 +101,7 @@ def test_loss_and_gradients_of_random_slices_are_those_of_the_step(model, cuts):
     check(*gradients(model), tuple(np.diff([0, *sorted(cuts), TOKENS]).tolist()))
 
 
+@pytest.mark.sample(lengths=1)
 @pytest.mark.parametrize("lengths", [(3, 9), (4, 4, 2, 2)])
 def test_updated_parameters_of_uneven_slices_are_those_of_the_step(lengths):
     check(*update(Model()), lengths)
