@@ -47,9 +47,9 @@ def training():
     [
         (1, 1, "1f1b"),
         pytest.param(1, 2, "1f1b", marks=pytest.mark.bulk),
-        (2, 4, "1f1b"),
+        pytest.param(2, 4, "1f1b", marks=pytest.mark.bulk),
         (4, 4, "interleaved-1f1b"),
-        (2, 2, "zero-bubble-h1"),
+        pytest.param(2, 2, "zero-bubble-h1", marks=pytest.mark.bulk),
     ],
 )
 def test_an_evaluation_computes_what_the_forward_pass_does(

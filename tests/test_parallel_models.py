@@ -156,8 +156,16 @@ def _cases(sample, others):
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches"),
     _cases(
-        [("mlp", 1, 1), ("mlp", 2, 4), ("gpt", 2, 4), ("conv-net", 4, 8)],
-        [("conv-net", 1, 1), ("gpt", 1, 1), ("conv-net", 2, 4), ("mlp", 4, 8), ("gpt", 4, 8)],
+        [("conv-net", 1, 1), ("gpt", 2, 4)],
+        [
+            ("mlp", 1, 1),
+            ("mlp", 2, 4),
+            ("conv-net", 4, 8),
+            ("gpt", 1, 1),
+            ("conv-net", 2, 4),
+            ("mlp", 4, 8),
+            ("gpt", 4, 8),
+        ],
     ),
 )
 def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_microbatches):

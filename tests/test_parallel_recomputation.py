@@ -76,10 +76,10 @@ MIXED = ("full", "none", "selective", "full")
 @pytest.mark.parametrize(
     ("loss", "kind", "plan"),
     [
-        (_dropped, "full", PARTS),
+        pytest.param(_dropped, "full", PARTS, marks=pytest.mark.bulk),
         (_dropped, MIXED, PIPELINE),
         (_scanned, "full", WHOLE),
-        (_scanned, "selective", PARTS),
+        pytest.param(_scanned, "selective", PARTS, marks=pytest.mark.bulk),
         pytest.param(_dropped, "selective", WHOLE, marks=pytest.mark.bulk),
         pytest.param(_scanned, "full", PIPELINE, marks=pytest.mark.bulk),
     ],

@@ -143,17 +143,18 @@ def _loss_scale_case():
 
 
 CASES = {
-    "dataclass": _dataclass_case,
-    "TrainState": _train_state_case,
     "nnx state": _nnx_case,
+    "jmp loss scale": _loss_scale_case,
     "equinox module": _equinox_case,
     "optax.MultiSteps": _multi_steps_case,
+    "dataclass": _dataclass_case,
+    "TrainState": _train_state_case,
     "optax.inject_hyperparams": _injected_case,
     "list": _list_case,
-    "jmp loss scale": _loss_scale_case,
 }
 
 
+@pytest.mark.sample(name=4)
 @pytest.mark.parametrize("name", CASES)
 def test_states_of_every_structure_are_taken_and_given_back(agrees, name):
     step, state = CASES[name]()

@@ -68,7 +68,7 @@ def _loss(seed):
     return loss
 
 
-@pytest.mark.sample(seed=12)
+@pytest.mark.sample(seed=8)
 @pytest.mark.parametrize("seed", range(300))
 def test_a_random_loss_is_exact_or_refused(seed):
     with jax.enable_x64(True):

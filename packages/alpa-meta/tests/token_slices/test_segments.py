@@ -94,6 +94,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample(loop=2)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 def test_documents_in_blocks(loop):
     check(*step(loop), (6, 6))
