@@ -89,6 +89,7 @@ def test_recomputed_layers_give_the_results_of_one_device(agrees, loss, kind, pl
     agrees(_step(loss), _params(), BATCHES, recompute=kind, **fixed, **plan)
 
 
+@pytest.mark.sample(loss=1)
 @pytest.mark.parametrize(("loss", "plan"), [(_unrolled, PARTS), (_scanned, WHOLE)])
 def test_the_compiled_program_of_one_stage_takes_less_memory_as_planned(loss, plan):
     checks = []

@@ -4,7 +4,7 @@ import pytest
 from random_steps.cases import SEEDS, random_case, require_right
 
 
-@pytest.mark.sample(seed=2)
+@pytest.mark.sample(seed=1)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_losses(seed):
     require_right(random_case("losses", seed))

@@ -273,7 +273,7 @@ def test_written_out_rounds_are_cut_like_a_step_without(step, options):
 @pytest.mark.parametrize(
     "step",
     [
-        _each_after_the_other,
+        pytest.param(_each_after_the_other, marks=pytest.mark.bulk),
         _of_another_loss_in_the_last,
         _with_what_is_added_up_so_far,
     ],

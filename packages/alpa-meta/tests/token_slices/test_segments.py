@@ -88,9 +88,9 @@ def step(attend, of_queries=lambda segments: segments, block=BLOCK, **options) -
 
 LOOPS = {
     "blocks of keys": attend,
+    "larger blocks of queries": by_queries(attend, 2 * BLOCK),
     "blocks of queries": by_queries(dense, BLOCK),
     "both": by_queries(attend, BLOCK),
-    "larger blocks of queries": by_queries(attend, 2 * BLOCK),
 }
 
 
