@@ -217,7 +217,6 @@ def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
     agrees(step, state, batches, plan=plan)
 
 
-@pytest.mark.sample(name=1)
 @pytest.mark.parametrize("name", ["mlp", "conv-net", pytest.param("gpt", marks=pytest.mark.bulk)])
 def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
     with jax.enable_x64(True):

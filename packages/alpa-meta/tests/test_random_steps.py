@@ -10,19 +10,19 @@ def test_random_losses(seed):
     require_right(random_case("losses", seed))
 
 
-@pytest.mark.sample(seed=2)
+@pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_chains_of_operators(seed):
     require_right(random_case("chains", seed))
 
 
-@pytest.mark.sample(seed=2)
+@pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_scans_over_layers(seed):
     require_right(random_case("scans", seed))
 
 
-@pytest.mark.sample(seed=2)
+@pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_structures(seed):
     require_right(random_case("structures", seed))
