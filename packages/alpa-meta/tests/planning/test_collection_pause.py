@@ -30,7 +30,7 @@ def test_what_earlier_plannings_left_is_freed_once_it_is_much(monkeypatch):
         kept = [[number] for number in range(1_000)]
     with collections_paused():
         assert alive() is not None
-    monkeypatch.setattr(collection_pause, "_MOST_LEFT", len(kept) - 1)
+    monkeypatch.setattr(collection_pause, "_MOST_LEFT", len(kept) // 2)
     with collections_paused():
         assert alive() is None
 
