@@ -100,18 +100,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     kept, bulk = [], []
     values: dict[tuple[str, str], list[object]] = {}  # of (test, parameter), in their order
+    places: dict[pytest.Item, dict[str, int]] = {}
     for item in items:
-        sizes: dict[str, int] = {}
+        places[item] = {}
         for mark in item.iter_markers("sample"):
-            sizes |= mark.kwargs
+            for name in (*mark.args, *mark.kwargs):
+                seen = values.setdefault((item.nodeid.partition("[")[0], name), [])
+                assert isinstance(item, pytest.Function)
+                value = item.callspec.params[name]
+                if value not in seen:
+                    seen.append(value)
+                places[item][name] = seen.index(value)
+    for item in items:
+        test, place = item.nodeid.partition("[")[0], places[item]
         is_bulk = item.get_closest_marker("bulk") is not None
-        for name, size in sizes.items():
-            seen = values.setdefault((item.nodeid.partition("[")[0], name), [])
-            assert isinstance(item, pytest.Function)
-            value = item.callspec.params[name]
-            if value not in seen:
-                seen.append(value)
-            is_bulk |= seen.index(value) >= size
+        for mark in item.iter_markers("sample"):
+            is_bulk |= any(place[name] >= size for name, size in mark.kwargs.items())
+            if mark.args:
+                fewest = min(len(values[test, name]) for name in mark.args)
+                is_bulk |= len({place[name] % fewest for name in mark.args}) > 1
         if is_bulk:
             item.add_marker("bulk")
             bulk.append(item)

@@ -69,6 +69,7 @@ def _batch(steps=T, examples=B, first=True, seed=0):
     return batch
 
 
+@pytest.mark.sample("first", "stages")
 @pytest.mark.parametrize("first", [True, False], ids=["first states [B, H]", "all [T, B]"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_time_major_batch_is_cut_along_its_examples(agrees, first, stages):

@@ -44,9 +44,14 @@ def training():
 
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "schedule"),
-    [(1, 1, "1f1b"), (1, 2, "1f1b"), (2, 4, "1f1b"), (4, 4, "interleaved-1f1b"),
-     (2, 2, "zero-bubble-h1")],
-)  # fmt: skip
+    [
+        (1, 1, "1f1b"),
+        pytest.param(1, 2, "1f1b", marks=pytest.mark.bulk),
+        pytest.param(2, 4, "1f1b", marks=pytest.mark.bulk),
+        (4, 4, "interleaved-1f1b"),
+        pytest.param(2, 2, "zero-bubble-h1", marks=pytest.mark.bulk),
+    ],
+)
 def test_an_evaluation_computes_what_the_forward_pass_does(
     close, training, num_stages, num_microbatches, schedule
 ):
@@ -82,7 +87,8 @@ def test_nothing_of_the_backward_runs(training):
     assert evaluation.computed.count(False) == 1
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.sample(num_stages=1)
+@pytest.mark.parametrize("num_stages", [2, 1])
 def test_a_loss_with_a_gradient_inside_is_of_the_forward_pass(close, training, num_stages):
     (params, _), batch = training
 

@@ -95,8 +95,8 @@ def test_a_step_of_registered_products_is_planned_as_one_of_jaxs_products():
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
-@pytest.mark.sample(options=2)
-@pytest.mark.parametrize("options", [(1, 2), (2, 4), (1, 4), (2, 2)])
+@pytest.mark.sample(options=1)
+@pytest.mark.parametrize("options", [(2, 4), (1, 2), (1, 4), (2, 2)])
 def test_registered_products_are_cut_into_microbatches_and_stages(agrees, options):
     stages, parts = options
     batch = jax.random.normal(jax.random.key(1), (8, 16))
@@ -141,8 +141,8 @@ def test_flash_attention_is_attention(flash):
         assert jnp.allclose(own, jaxs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sample(options=2)
-@pytest.mark.parametrize("options", [(1, 2), (2, 4), (1, 4), (2, 2)])
+@pytest.mark.sample(options=1)
+@pytest.mark.parametrize("options", [(2, 4), (1, 2), (1, 4), (2, 2)])
 def test_flash_attention_is_cut_into_microbatches_and_stages(flash, agrees, options):
     stages, parts = options
     step = agrees(

@@ -156,8 +156,16 @@ def _cases(sample, others):
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches"),
     _cases(
-        [("mlp", 1, 1), ("conv-net", 1, 1), ("mlp", 2, 4), ("gpt", 2, 4), ("conv-net", 4, 8)],
-        [("gpt", 1, 1), ("conv-net", 2, 4), ("mlp", 4, 8), ("gpt", 4, 8)],
+        [("conv-net", 1, 1), ("gpt", 2, 4)],
+        [
+            ("mlp", 1, 1),
+            ("mlp", 2, 4),
+            ("conv-net", 4, 8),
+            ("gpt", 1, 1),
+            ("conv-net", 2, 4),
+            ("mlp", 4, 8),
+            ("gpt", 4, 8),
+        ],
     ),
 )
 def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_microbatches):
@@ -171,6 +179,7 @@ def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_
     assert step.plan.num_microbatches == num_microbatches
 
 
+@pytest.mark.sample(speeds=1)
 @pytest.mark.parametrize("speeds", [(2.6, 0.4, 2.3, 0.8, 2.6), (2.0, 1.3, 3.0, 2.9, 2.2)])
 def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
     hosts = cluster("host:8", measure=False)
@@ -217,6 +226,7 @@ def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
         agrees(step, state, batches, plan=plan, tolerance=1e-10)
 
 
+@pytest.mark.sample(schedule=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b"])
 def test_other_schedules_compute_the_same(agrees, schedule):
     agrees(*_training("mlp"), num_stages=2, num_microbatches=4, max_mesh_axes=1, schedule=schedule)

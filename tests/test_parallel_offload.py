@@ -41,7 +41,8 @@ PARTS: dict[str, Any] = {"num_stages": 1, "num_microbatches": 2}
 PIPELINE: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
 
 
-@pytest.mark.parametrize("plan", [WHOLE, PARTS, PIPELINE])
+@pytest.mark.sample(plan=2)
+@pytest.mark.parametrize("plan", [PIPELINE, PARTS, WHOLE])
 def test_moments_on_the_host_give_the_results_of_one_device(agrees, plan):
     step = agrees(_step, _state(), BATCHES, cluster="host:4", offload="moments", **plan)
     memory = {one.path: one.memory for one in step.plan.program.inputs}
@@ -123,7 +124,8 @@ def test_a_state_too_large_for_the_devices_has_its_moments_elsewhere(monkeypatch
         alpa.parallelize(_step, offload="none", **small).plan_for(*shapes)
 
 
-@pytest.mark.parametrize("plan", [WHOLE, PIPELINE])
+@pytest.mark.sample(plan=1)
+@pytest.mark.parametrize("plan", [PIPELINE, WHOLE])
 def test_programs_that_fetch_moments_are_their_plans(plan):
     step = alpa.parallelize(_step, cluster="host:4", offload="moments", cache=False, **plan)
     audit = step.audit(_state(), BATCHES[0])

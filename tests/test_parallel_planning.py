@@ -178,7 +178,8 @@ def _uneven_batch(size=8):
     return {**_batch(size), "noise": jnp.ones((12, SIZE)), "weight": jnp.arange(3.0)}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_stages": 2}, {"preset": "zero3"}])
+@pytest.mark.sample(options=2)
+@pytest.mark.parametrize("options", [{"num_stages": 2}, {"preset": "zero3"}, {}])
 def test_a_batch_without_a_common_first_dim_is_taken_whole(options):
     parallel = alpa.parallelize(_noisy_step, cluster="host:4", max_mesh_axes=1, **options)
     assert parallel.audit(_params(), _uneven_batch()).ok

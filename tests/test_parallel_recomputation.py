@@ -76,10 +76,10 @@ MIXED = ("full", "none", "selective", "full")
 @pytest.mark.parametrize(
     ("loss", "kind", "plan"),
     [
-        (_dropped, "full", PARTS),
+        pytest.param(_dropped, "full", PARTS, marks=pytest.mark.bulk),
         (_dropped, MIXED, PIPELINE),
         (_scanned, "full", WHOLE),
-        (_scanned, "selective", PARTS),
+        pytest.param(_scanned, "selective", PARTS, marks=pytest.mark.bulk),
         pytest.param(_dropped, "selective", WHOLE, marks=pytest.mark.bulk),
         pytest.param(_scanned, "full", PIPELINE, marks=pytest.mark.bulk),
     ],
@@ -89,6 +89,7 @@ def test_recomputed_layers_give_the_results_of_one_device(agrees, loss, kind, pl
     agrees(_step(loss), _params(), BATCHES, recompute=kind, **fixed, **plan)
 
 
+@pytest.mark.sample(loss=1)
 @pytest.mark.parametrize(("loss", "plan"), [(_unrolled, PARTS), (_scanned, WHOLE)])
 def test_the_compiled_program_of_one_stage_takes_less_memory_as_planned(loss, plan):
     checks = []
@@ -102,7 +103,8 @@ def test_the_compiled_program_of_one_stage_takes_less_memory_as_planned(loss, pl
     assert after.temporary_bytes < 0.7 * before.temporary_bytes
 
 
-@pytest.mark.parametrize("loss", [_unrolled, _scanned])
+@pytest.mark.sample(loss=1)
+@pytest.mark.parametrize("loss", [_scanned, _unrolled])
 def test_the_forward_program_of_a_stage_leaves_less_as_planned(loss):
     left, activations = [], []
     for kind in ("none", "selective", "full"):

@@ -87,9 +87,10 @@ def _state(layers=LAYERS, optimizer=OPTIMIZER):
     return params, optimizer.init(params)
 
 
-CASES = {"four uneven stages": (_plain, 4, 4), "intricate": (_intricate, 2, 2)}
+CASES = {"intricate": (_intricate, 2, 2), "four uneven stages": (_plain, 4, 4)}
 
 
+@pytest.mark.sample(case=1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_that_cuts_a_scan_equals_one_device(agrees, case):
     loss, stages, count = CASES[case]

@@ -143,17 +143,18 @@ def _loss_scale_case():
 
 
 CASES = {
-    "dataclass": _dataclass_case,
-    "TrainState": _train_state_case,
     "nnx state": _nnx_case,
+    "jmp loss scale": _loss_scale_case,
     "equinox module": _equinox_case,
     "optax.MultiSteps": _multi_steps_case,
+    "dataclass": _dataclass_case,
+    "TrainState": _train_state_case,
     "optax.inject_hyperparams": _injected_case,
     "list": _list_case,
-    "jmp loss scale": _loss_scale_case,
 }
 
 
+@pytest.mark.sample(name=4)
 @pytest.mark.parametrize("name", CASES)
 def test_states_of_every_structure_are_taken_and_given_back(agrees, name):
     step, state = CASES[name]()
@@ -161,6 +162,7 @@ def test_states_of_every_structure_are_taken_and_given_back(agrees, name):
     agrees(step, state, BATCHES, one_device=one_device, **PARTS)
 
 
+@pytest.mark.sample(name=1)
 @pytest.mark.parametrize("name", ["TrainState", "optax.MultiSteps", "equinox module"])
 def test_states_of_every_structure_are_split_over_stages(agrees, name):
     step, state = CASES[name]()
@@ -183,6 +185,7 @@ def _noisy_step(state, batch):
     return {"params": descend(state["params"], gradients), "key": key}, {"loss": value}
 
 
+@pytest.mark.sample("make_key", "options")
 @pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_in_the_state_is_split_once_per_step(agrees, make_key, options):

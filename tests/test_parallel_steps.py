@@ -41,13 +41,15 @@ def _mean_and_decay(params, batch):
     return mean_loss(params, batch) + 1e-2 * sum(jnp.sum(p**2) for p in params.values())
 
 
+@pytest.mark.sample("loss", "options")
 @pytest.mark.parametrize("loss", [mean_loss, _sum_loss, _mean_and_decay])
 @pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
 def test_means_sums_and_decay_terms_are_scaled_right_under_microbatches(agrees, loss, options):
     agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
-@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
+@pytest.mark.sample(options=1)
+@pytest.mark.parametrize("options", [PIPELINE, PARTS, QUICK], ids=["two stages", "parts", "whole"])
 def test_complex_parameters_of_a_linear_recurrence(agrees, options):
     def combine(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]
@@ -71,7 +73,8 @@ def test_complex_parameters_of_a_linear_recurrence(agrees, options):
     agrees(step, params, BATCHES, **options)
 
 
-@pytest.mark.parametrize("options", [{}, PARTS, PIPELINE, {**PARTS, "num_microbatches": 8}])
+@pytest.mark.sample(options=2)
+@pytest.mark.parametrize("options", [{}, PIPELINE, PARTS, {**PARTS, "num_microbatches": 8}])
 def test_labels_looked_up_row_by_row(agrees, options):
     def loss(params, batch):
         logp = jax.nn.log_softmax(predict(params, batch["x"]))
@@ -124,7 +127,8 @@ def _with_metrics(params, batch):
     return descend(params, gradients), metrics
 
 
-@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
+@pytest.mark.sample(options=2)
+@pytest.mark.parametrize("options", [PIPELINE, QUICK, PARTS], ids=["two stages", "whole", "parts"])
 def test_metrics_of_every_kind_are_those_of_the_whole_batch(agrees, options):
     agrees(_with_metrics, make_params(), BATCHES, **options)
 
@@ -172,6 +176,7 @@ def test_a_batch_that_is_a_tuple(close):
     _run_both(step, (make_params(), (BATCHES[0]["x"], BATCHES[0]["y"])), close, **PARTS)
 
 
+@pytest.mark.sample(make_key=1)
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_random_numbers_from_a_key_argument(close, make_key):
     def step(params, batch, key):
@@ -290,7 +295,8 @@ def test_gradients_accumulated_by_the_users_own_scan(agrees):
     agrees(step, make_params(), BATCHES, cluster="host:8")
 
 
-@pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
+@pytest.mark.sample(options=1)
+@pytest.mark.parametrize("options", [PIPELINE, PARTS], ids=["two stages", "one mesh"])
 def test_an_update_that_transposes_gradients(agrees, options):
     def root(matrix):
         values, vectors = jnp.linalg.eigh(matrix + 1e-2 * jnp.eye(len(matrix)))
@@ -396,7 +402,8 @@ def _step_with_later_loss(params, batch):
     return updated, {**metrics, "later": mean_loss(updated, batch)}
 
 
-@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE, {**PIPELINE, "num_microbatches": 1}])
+@pytest.mark.sample(options=2)
+@pytest.mark.parametrize("options", [PARTS, PIPELINE, QUICK, {**PIPELINE, "num_microbatches": 1}])
 def test_work_on_examples_after_the_update_is_given_the_whole_batch(agrees, options):
     agrees(_step_with_later_loss, make_params(), BATCHES, **options)
 

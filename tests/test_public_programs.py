@@ -21,7 +21,7 @@ CUT: dict[str, Any] = {"cluster": "host:4", "num_stages": 1, "num_microbatches":
     [
         "haiku_modules:vector_quantised_autoencoder",
         "optax_transforms:differential_privacy",
-        "optax_transforms:ranking",
+        pytest.param("optax_transforms:ranking", marks=pytest.mark.bulk),
         "bayesian:amortised_inference",
         pytest.param("flax_nnx:images_with_metrics", marks=pytest.mark.bulk),
         pytest.param("graph_networks:graphs_of_one_size", marks=pytest.mark.bulk),
@@ -39,17 +39,21 @@ def test_programs_agree_with_one_device_in_microbatches(agrees, name):
     [
         "flax_linen:variational_autoencoder",
         # a microbatch has nothing of the last layer: the generator's loss is of the whole batch
-        "flax_nnx:adversarial_images",
+        pytest.param("flax_nnx:adversarial_images", marks=pytest.mark.bulk),
         # the actor's loss reads the critic behind its update
         "optax_transforms:soft_actor_critic",
-        "accumulated_gradients:first_round_in_front",
-        "accumulated_gradients:first_round_told_by_a_condition",
-        "accumulated_gradients:rounds_of_examples_that_lie_apart",
-        "accumulated_gradients:optax_gradients_of_each",
+        pytest.param("accumulated_gradients:first_round_in_front", marks=pytest.mark.bulk),
+        pytest.param(
+            "accumulated_gradients:first_round_told_by_a_condition", marks=pytest.mark.bulk
+        ),
+        pytest.param(
+            "accumulated_gradients:rounds_of_examples_that_lie_apart", marks=pytest.mark.bulk
+        ),
+        pytest.param("accumulated_gradients:optax_gradients_of_each", marks=pytest.mark.bulk),
         "accumulated_gradients:nnx_rounds_written_out",
         pytest.param("accumulated_gradients:optax_microbatches", marks=pytest.mark.bulk),
         pytest.param("accumulated_gradients:optax_running_means", marks=pytest.mark.bulk),
-        "optax_transforms:contrastive_pairs",
+        pytest.param("optax_transforms:contrastive_pairs", marks=pytest.mark.bulk),
         # all of the loss is behind a gradient: the first layers have nothing
         "optax_transforms:adversarial_training",
     ],

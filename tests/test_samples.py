@@ -19,6 +19,11 @@ import pytest
 @pytest.mark.parametrize("kind", "xy")
 def test_it(kind, seed, shape): ...
 
+@pytest.mark.sample("step", "options")
+@pytest.mark.parametrize("options", "pq")
+@pytest.mark.parametrize("step", range(5))
+def test_pairs(step, options): ...
+
 @pytest.mark.parametrize("case", ["kept", pytest.param("left out", marks=pytest.mark.bulk)])
 def test_marked(case): ...
 """
@@ -55,4 +60,5 @@ def test_a_sample_has_every_value_of_what_it_does_not_name_and_no_case_that_is_m
         file.write_text(STACKED)
         found = {line.partition("[")[2].rstrip("]") for line in collected(str(file))}
     sample = {f"{kind}-{seed}-{shape}" for kind in "xy" for seed in (0, 1) for shape in "ab"}
-    assert found == {*sample, "kept"}
+    pairs = {"0-p", "1-q", "2-p", "3-q", "4-p"}
+    assert found == {*sample, *pairs, "kept"}

@@ -36,11 +36,13 @@ def _training(num_layers=4, batch=8):
     return _step, state, batches
 
 
+RUN_BY_DEFAULT = ("1f1b", "interleaved-1f1b", "zero-bubble-h1")
+"""The others order the same tasks; test_emission of stage-dp has the orders of all."""
 CASES = [
     pytest.param(schedule, *counts, marks=marks)
     for schedule in SCHEDULES
     for counts, marks in (
-        ((4, 8), ()),
+        ((4, 8), () if schedule in RUN_BY_DEFAULT else pytest.mark.bulk),
         ((4, 4) if "interleaved" in schedule else (2, 4), pytest.mark.bulk),
     )
 ]

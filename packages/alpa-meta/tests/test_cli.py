@@ -112,6 +112,7 @@ cli.main()
 """
 
 
+@pytest.mark.sample("where", "number")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "where",

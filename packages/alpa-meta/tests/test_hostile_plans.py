@@ -15,10 +15,10 @@ def saved():
 
 
 @pytest.mark.sample(seed=1)
-@pytest.mark.parametrize("seed", range(5))
-def test_two_thousand_changed_plans_are_refused_or_are_what_they_say(saved, seed):
-    found, slowest = outcomes(saved, 2_000, seed=seed, runs=3)
-    assert found["refused"] > 1_000 and found["restored"] > 20
+@pytest.mark.parametrize("seed", range(20))
+def test_five_hundred_changed_plans_are_refused_or_are_what_they_say(saved, seed):
+    found, slowest = outcomes(saved, 500, seed=seed, runs=3)
+    assert found["refused"] > 250 and found["restored"] > 2
     assert slowest < 10.0
 
 

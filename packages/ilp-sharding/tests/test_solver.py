@@ -27,7 +27,7 @@ def _problem(node_cost, edge_cost=(), edges=(), memory=None, live=None, limit=No
     )
 
 
-@pytest.mark.sample(block=8)
+@pytest.mark.sample(block=4)
 @pytest.mark.parametrize("block", range(20))
 def test_answers_of_random_problems_are_the_brute_force_optimum(random_problem, brute_force, block):
     for seed in range(100 * block, 100 * (block + 1)):
@@ -166,6 +166,7 @@ def test_short_deadlines_give_valid_answers(wide_problem, deadline):
         assert solution.lower_bound <= solution.objective
 
 
+@pytest.mark.sample(deadline=3)
 @pytest.mark.parametrize("deadline", [0.01, 0.03, 0.1, 0.3])
 def test_short_deadlines_hold_and_bring_a_bound(wide_problem, monkeypatch, deadline):
     # the solver's clock counts CPU seconds here, so that other work on the machine does not matter

@@ -58,6 +58,7 @@ def gathers(monkeypatch):
     return found
 
 
+@pytest.mark.sample(dtype=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4", "uint2"])
 def test_no_pair_of_layouts_passes_through_the_host(gathers, dtype):
     values = np.random.default_rng(0).integers(0, 2, (24, 12)).astype(np.float32)

@@ -9,6 +9,7 @@ from resharding.routes import part_of
 from resharding.slices import all_tiles
 
 
+@pytest.mark.sample("issue", "latency")
 @pytest.mark.parametrize("latency", [0.0, 1e-5])
 @pytest.mark.parametrize("issue", ["host", "device", "none"])
 def test_targets_get_the_sum_of_all_summands(issue, latency):

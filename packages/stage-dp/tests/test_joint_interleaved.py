@@ -131,7 +131,7 @@ def brute_force(problem):
     return best
 
 
-@pytest.mark.sample(seed=10)
+@pytest.mark.sample(seed=5)
 @pytest.mark.parametrize("seed", range(24))
 def test_interleaved_plans_are_near_the_best_and_above_their_bound(seed):
     problem = random_problem(seed)
@@ -151,6 +151,7 @@ def test_interleaved_plans_are_near_the_best_and_above_their_bound(seed):
     assert plan.step_seconds <= 1.06 * best
 
 
+@pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("seed", range(10))
 def test_floors_that_counts_share_stay_below_all_interleaved_pipelines(seed):
     problem = evolve(random_problem(seed), counts=(2, 4))
@@ -202,6 +203,7 @@ def long_problem(seed):
     return evolve(few, menu=menu, counts=(8,), device_groups=(group,), proof=False)
 
 
+@pytest.mark.sample(seed=1)
 @pytest.mark.parametrize("seed", [31, 96, 99])
 def test_a_known_pipeline_hides_none_that_moved_cuts_lead_to(seed):
     problem = long_problem(seed)

@@ -236,6 +236,20 @@ def test_memory_depends_on_the_schedule():
     assert "'1f1b'" in caught.value.remedy
 
 
+def test_stages_left_free_are_the_remedy_where_they_fit():
+    # One stage of both layers holds 6 bytes of state on one device, two stages 3 on each.
+    groups = (DeviceGroup(num_hosts=1, devices_per_host=2, memory=5.0),)
+    candidates = tuple(
+        candidate(start, stop, 1, 1, 1.0, microbatches=1, activation_bytes=1.0, state_bytes=state)
+        for start, stop, state in ((0, 2, 6.0), (0, 1, 3.0), (1, 2, 3.0))
+    )
+    problem = StageProblem(num_layers=2, device_groups=groups, candidates=candidates)
+    assert solve_stages(problem).num_meshes == 2
+    with pytest.raises(InfeasibleError) as caught:
+        solve_stages(evolve(problem, num_stages=1, use_all_devices=False))
+    assert "leave num_stages free" in caught.value.remedy
+
+
 def test_a_layer_without_candidates_is_named():
     groups = (DeviceGroup(num_hosts=1, devices_per_host=2, memory=5.0),)
     problem = StageProblem(

@@ -39,6 +39,7 @@ def test_the_planner_s_plan_is_obeyed_exactly_and_right(convnet, reference):
     )
 
 
+@pytest.mark.sample(preset=1)
 @pytest.mark.parametrize("preset", ["dp", "zero3"])
 def test_a_preset_is_a_constraint_whose_plan_is_obeyed(convnet, reference, preset):
     step = alpa.parallelize(convnet.train_step, cluster="h100:8", preset=preset, **WHOLE)

@@ -60,7 +60,7 @@ def assert_equal(found, expected):
     ("stages", "microbatches", "schedule"),
     [
         (1, 1, None),
-        (1, 4, None),
+        pytest.param(1, 4, None, marks=pytest.mark.bulk),
         (2, 4, "zero-bubble-h1"),
         pytest.param(2, 1, "1f1b", marks=pytest.mark.bulk),
         pytest.param(2, 4, "1f1b", marks=pytest.mark.bulk),

@@ -133,7 +133,8 @@ def test_compiled_programs_move_as_many_bytes(function):
     assert found == pytest.approx(compiled["bytes accessed"], rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.sample(name=1)
+@pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_host_devices_move_what_each_operator_does(name):
     model = corpus.build(name, "tiny")
     program = Step(model.train_step, (model.state, model.batch)).program(1)

@@ -68,7 +68,8 @@ def test_without_solver_seconds_the_clock_changes_nothing(monkeypatch, share):
     assert evolve(slow, seconds=0.0) == evolve(answer, seconds=0.0)
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.sample(shape=1)
+@pytest.mark.parametrize("shape", [(2, 4), (8,)])
 def test_a_scanned_model_costs_what_the_unrolled_one_costs(shape):
     """But for the update, whose kernels are launched for all layers at once: at most 15 % here."""
     found = []

@@ -27,7 +27,12 @@ def _scope(step, count, like=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("gpt-scan", (4,)), ("gpt-scan", (2, 2)), ("moe-sort", (2, 2))]
+    ("name", "shape"),
+    [
+        ("gpt-scan", (4,)),
+        ("gpt-scan", (2, 2)),
+        pytest.param("moe-sort", (2, 2), marks=pytest.mark.bulk),
+    ],
 )
 def test_a_choice_costs_at_another_size_what_a_problem_built_there_says(name, shape):
     model = corpus_model(name, "small")

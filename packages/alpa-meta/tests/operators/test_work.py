@@ -47,3 +47,8 @@ def test_a_grouped_product_counts_each_row_once():
     )
     (dot,) = [eqn for eqn in found if eqn.primitive.name == "ragged_dot_general"]
     assert flops(dot) == 2 * 4 * 8 * 3
+
+
+def test_a_fourier_transform_counts_five_operations_for_each_halving():
+    (transform,) = eqns(lambda x: lax.fft(x, lax.FftType.RFFT, (16,)), jnp.ones((2, 16)))
+    assert flops(transform) == 5 * (2 * 16) * 4

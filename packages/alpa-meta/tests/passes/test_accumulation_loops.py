@@ -128,6 +128,7 @@ def _loops(step):
     return [eqn for eqn, phase in pairs if is_scan(eqn) and phase == "backward"]
 
 
+@pytest.mark.sample("step", "options")
 @pytest.mark.parametrize("options", [{}, {"num_stages": 2, "num_microbatches": PARTS}])
 @pytest.mark.parametrize("step", LOOPS)
 def test_a_loop_of_gradient_accumulation_is_cut_like_a_step_without(step, options):

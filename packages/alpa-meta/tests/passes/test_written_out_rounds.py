@@ -212,19 +212,19 @@ def with_keys_of_the_hardware(weights, batch):
 
 
 RIGHT = [
-    in_front_of_a_loop,
     in_front_of_a_scan,
-    under_a_condition_on_the_first,
-    one_after_the_other,
-    of_every_fourth_example,
-    of_split_arrays,
-    as_a_running_mean,
-    with_keys_of_their_own,
     with_the_noise_of_the_last_in_all,
-    of_recomputed_layers_in_bfloat16,
     clipped_and_weighted,
-    inside_the_loss,
+    under_a_condition_on_the_first,
+    as_a_running_mean,
     with_keys_of_the_hardware,
+    of_recomputed_layers_in_bfloat16,
+    of_every_fourth_example,
+    in_front_of_a_loop,
+    one_after_the_other,
+    of_split_arrays,
+    with_keys_of_their_own,
+    inside_the_loss,
 ]
 
 
@@ -261,6 +261,7 @@ def _require_right(step, options):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample("step", "options", step=9)
 @pytest.mark.parametrize("options", [{}, {"num_stages": 2, "num_microbatches": 2}])
 @pytest.mark.parametrize("step", RIGHT)
 def test_written_out_rounds_are_cut_like_a_step_without(step, options):
@@ -272,7 +273,7 @@ def test_written_out_rounds_are_cut_like_a_step_without(step, options):
 @pytest.mark.parametrize(
     "step",
     [
-        _each_after_the_other,
+        pytest.param(_each_after_the_other, marks=pytest.mark.bulk),
         _of_another_loss_in_the_last,
         _with_what_is_added_up_so_far,
     ],

@@ -60,7 +60,7 @@ def _swept(seed: int) -> list[tuple[float, ParallelPlan | None]]:
 
 
 @pytest.mark.parametrize("seed", [4, 6, 0, 1, 2, 3, 5, 7, 8, 9, 10, 11])  # the first are quick
-@pytest.mark.sample(seed=2)
+@pytest.mark.sample(seed=1)
 def test_plans_with_less_memory_fit_and_are_neither_faster_nor_below_bounds(seed):
     found = _swept(seed)
     for k, (memory, plan) in enumerate(found):

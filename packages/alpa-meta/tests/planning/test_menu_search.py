@@ -149,9 +149,9 @@ def test_programs_traced_anew_and_cut_ones_are_not_mixed():
     assert sized is not None
 
 
-def _search_of_gpt(**told):
+def _search_of_gpt(size, **told):
     """Return the search of one stage on two devices, its step, cluster and options."""
-    model = corpus.build("gpt", "small")
+    model = corpus.build("gpt", size)
     step, two = Step(model.train_step, (model.state, model.batch)), cluster("h100:2")
     costs, whole = CostModel(two), SubmeshSpec(num_hosts=1, devices_per_host=2)
     meshes = [(whole, mesh) for mesh in logical_meshes(costs, whole, 1)]
@@ -165,17 +165,17 @@ def _search_of_gpt(**told):
 
 
 def test_the_menu_knows_what_one_program_on_all_devices_holds():
-    search, problem = _search_of_gpt(num_microbatches=16)
+    search, problem = _search_of_gpt("small", num_microbatches=16)
     found = search.stage_plan().peak_bytes
     (exact,) = (sharding.peak_bytes for sharding in make_plan(*problem).plan.shardings)
     assert exact <= max(found) <= 1.05 * exact
 
 
 def test_one_stage_is_searched_with_more_memory_where_it_is_short():
-    free, _ = _search_of_gpt()
+    free, _ = _search_of_gpt("tiny")
     assert free.within_more() is None
     memory = 0.4 * max(stage_dp.device_bytes(free.plan))
-    short, _ = _search_of_gpt(memory=memory)
+    short, _ = _search_of_gpt("tiny", memory=memory)
     more = short.within_more()
     assert more is not None
     assert [group.memory for group in more.problem.device_groups] == [memory * (1 + ROOM)]

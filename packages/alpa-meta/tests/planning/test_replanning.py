@@ -32,6 +32,7 @@ def test_nothing_changes_where_nothing_was_changed(plan, menu):
     assert found.bound <= found.plan.step_seconds
 
 
+@pytest.mark.sample(changed=2)
 @pytest.mark.parametrize(
     "changed",
     [{"hosts": {0: 1}}, {"links": {"inter-host": 12.5e9}}, {"links": {"intra-host": 20e9}}],

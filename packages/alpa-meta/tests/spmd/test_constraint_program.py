@@ -66,7 +66,7 @@ def gpt():
     return attention_step, (params, (tokens, (tokens + 1) % 16))
 
 
-@pytest.mark.parametrize(("make", "seed"), [(mlp, 0), (gpt, 3)])
+@pytest.mark.parametrize(("make", "seed"), [(mlp, 0), pytest.param(gpt, 3, marks=pytest.mark.bulk)])
 def test_any_plan_gives_the_result_of_one_device(make, seed):
     function, args = make()
     leaves, tree = jax.tree.flatten(args)

@@ -119,7 +119,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("seed", "name"), list(enumerate(PROGRAMS)))
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        pytest.param(seed, name, marks=pytest.mark.bulk if name in ("mlp", "attention") else ())
+        for seed, name in enumerate(PROGRAMS)
+    ],
+)
 def test_a_training_step_is_right_whatever_its_plan(run, same, name, seed):
     function, args = PROGRAMS[name]
     found = run(function, args, ((2, 2, 2), (4, 2))[seed % 2], seed=seed)

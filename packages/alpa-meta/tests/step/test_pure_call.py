@@ -58,6 +58,7 @@ def assert_same(one, other):
         np.testing.assert_allclose(words(left), words(right), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sample("wrap", "stages")
 @pytest.mark.parametrize("wrap", [lambda step: step, nnx.jit], ids=["plain", "nnx.jit"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_nnx_objects_are_updated_in_place(wrap, stages):

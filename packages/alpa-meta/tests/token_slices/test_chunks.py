@@ -78,6 +78,7 @@ def layers(mixed):
     return lambda weights, x: lax.scan(lambda x, _: (x + mixed(weights, x), None), x, length=2)[0]
 
 
+@pytest.mark.sample(mixed=2)
 @pytest.mark.parametrize("mixed", [dual(difference), dual(stable), layers(dual(difference))])
 def test_chunks_that_decay_into_later_ones_run_in_slices_of_whole_chunks(mixed):
     check(*step_of(mixed), (3, 9))

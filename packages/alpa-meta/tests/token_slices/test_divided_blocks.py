@@ -60,6 +60,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.sample("result", "wrap")
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS.keys())
 @pytest.mark.parametrize("wrap", [lambda advance: advance, jax.checkpoint])
 def test_a_result_divided_in_each_block(result, wrap):

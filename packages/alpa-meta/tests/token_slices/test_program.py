@@ -41,18 +41,18 @@ def update(model) -> tuple[Any, Any]:
 
 
 MODELS = [
-    Model(num_layers=2),
-    Model("by hand", positions="rotary", longer=True),
-    Model("additive with alibi", loss="one-hot"),
-    Model("window", loss="by place"),
-    Model("documents -1e30", scan=True, remat=True),
     Model("first set", loss="last"),
-    Model("grouped", dropout=True),
-    Model("token shift", merged=True, scan=True, remat=True, num_layers=2),
-    Model("associative scan", scan=True, num_layers=2),
-    Model("recurrence", scan=True, remat=True, num_layers=2),
+    Model("additive with alibi", loss="one-hot"),
+    Model("by hand", positions="rotary", longer=True),
     Model("padded convolution", scan=True, remat=True, num_layers=2),
     Model("gate", scan=True, num_layers=2),
+    Model("documents -1e30", scan=True, remat=True),
+    Model("recurrence", scan=True, remat=True, num_layers=2),
+    Model("associative scan", scan=True, num_layers=2),
+    Model(num_layers=2),
+    Model("window", loss="by place"),
+    Model("grouped", dropout=True),
+    Model("token shift", merged=True, scan=True, remat=True, num_layers=2),
     # parts that stand above, alone or together with others, and forms close to them
     Model("keys first", loss="flat"),
     Model("tril -1e30", merged=True),
@@ -79,7 +79,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.sample(model=12)
+@pytest.mark.sample(model=8)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
     check(*gradients(model), (5, 1, 6))
@@ -101,6 +101,7 @@ def test_loss_and_gradients_of_random_slices_are_those_of_the_step(model, cuts):
     check(*gradients(model), tuple(np.diff([0, *sorted(cuts), TOKENS]).tolist()))
 
 
+@pytest.mark.sample(lengths=1)
 @pytest.mark.parametrize("lengths", [(3, 9), (4, 4, 2, 2)])
 def test_updated_parameters_of_uneven_slices_are_those_of_the_step(lengths):
     check(*update(Model()), lengths)

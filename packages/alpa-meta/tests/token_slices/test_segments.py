@@ -88,12 +88,13 @@ def step(attend, of_queries=lambda segments: segments, block=BLOCK, **options) -
 
 LOOPS = {
     "blocks of keys": attend,
+    "larger blocks of queries": by_queries(attend, 2 * BLOCK),
     "blocks of queries": by_queries(dense, BLOCK),
     "both": by_queries(attend, BLOCK),
-    "larger blocks of queries": by_queries(attend, 2 * BLOCK),
 }
 
 
+@pytest.mark.sample(loop=2)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 def test_documents_in_blocks(loop):
     check(*step(loop), (6, 6))
