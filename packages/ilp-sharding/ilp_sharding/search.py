@@ -59,16 +59,17 @@ class Search:
     @property
     def closed(self) -> bool:
         """Whether the best choice is proved optimal (to rounding), or within the gap tolerance."""
-        return self._within(self.gap_tolerance)
+        return self.choice is not None and self.closes(self.objective, self.lower_bound)
 
     @property
     def proved(self) -> bool:
         """Whether the best choice is proved optimal, to rounding."""
-        return self._within(0.0)
-
-    def _within(self, tolerance: float) -> bool:
-        slack = 1e-11 * abs(self.objective) + tolerance * abs(self.lower_bound)
+        slack = 1e-11 * abs(self.objective)
         return self.choice is not None and self.objective - self.lower_bound <= slack
+
+    def closes(self, objective: float, bound: float) -> bool:
+        """Return whether a choice of this cost needs no higher bound, to the gap tolerance."""
+        return objective - bound <= 1e-11 * abs(objective) + self.gap_tolerance * abs(bound)
 
     def cutoff(self) -> float:
         """Return the cost from which on a choice is of no interest."""

@@ -92,7 +92,8 @@ def solve_pruned(
 ) -> TableGraph | None:
     """Return what is left of `graph`, which has no memory rows; None if it is solved.
 
-    Bound and best choice go into `search` in any case. `expand` makes a whole choice of labels
+    Bound and best choice go into `search` in any case; what is within its gap tolerance after the
+    rounds that end most problems is solved. `expand` makes a whole choice of labels
     [base nodes]. `axis_bits` [strategies]: the mesh axes that each uses. Raises NoAssignment if
     every choice is forbidden.
     """
@@ -103,11 +104,12 @@ def solve_pruned(
     solved = not some or _solved(rest, search, axes)
     if rest.numbers[sweeps.OBJECTIVE] < math.inf:
         search.offer(expand(rest.choice), "messages")
-    if not solved:
+    if not solved and not search.closed:
         return sweeps.graph_of(rest)
     if search.choice is None:
         raise NoAssignment
-    search.raise_bound(search.objective, "messages")
+    if solved:
+        search.raise_bound(search.objective, "messages")
     return None
 
 
@@ -116,6 +118,8 @@ def _solved(rest: Rest, search: Search, axes: _Axes | None) -> bool:
     swept = 0
     for number, one in enumerate(_ROUNDS):
         if swept >= _ALWAYS and rest.numbers[sweeps.VISITED] > _SWEPT:
+            return False
+        if number >= _EASY and _is_close(rest, search):
             return False
         if number == _EASY:
             _look_around(rest, search, axes)
@@ -135,6 +139,12 @@ def _solved(rest: Rest, search: Search, axes: _Axes | None) -> bool:
     solved = _branched(rest, search)
     search.raise_bound(_bound(rest), "branching")
     return solved
+
+
+def _is_close(rest: Rest, search: Search) -> bool:
+    """Return whether the best choice is within the gap tolerance."""
+    least = min(float(rest.numbers[sweeps.OBJECTIVE]), search.objective)
+    return least < math.inf and search.closes(least, _bound(rest))
 
 
 @frozen(eq=False)

@@ -16,10 +16,16 @@ from ilp_sharding.search import Search
 ROUNDS = pruned._ROUNDS
 
 
-def _solved(problem, known=math.inf, choice=None):
+def _solved(problem, known=math.inf, choice=None, tolerance=0.0):
     """Return (search, what is left) of a problem without a memory limit."""
     instance = Instance.of(problem, SolveOptions())
-    search = Search(instance=instance, until=math.inf, objective=known, choice=choice)
+    search = Search(
+        instance=instance,
+        until=math.inf,
+        objective=known,
+        choice=choice,
+        gap_tolerance=tolerance,
+    )
     return search, pruned.solve_pruned(instance_graph(instance), lambda labels: labels, search)
 
 
@@ -67,6 +73,21 @@ def test_what_is_left_when_branching_ends_early_has_a_bound(grid_problem, elimin
         assert search.lower_bound <= best * (1 + 1e-12) <= search.objective * (1 + 2e-12), seed
         unsolved += left is not None
     assert unsolved
+
+
+def test_a_gap_within_the_tolerance_is_left(grid_problem, eliminated, monkeypatch):
+    monkeypatch.setattr(pruned, "_ROUNDS", tuple(evolve(one, work=100.0) for one in ROUNDS))
+    monkeypatch.setattr(pruned, "_EASY", 1)
+    open_gaps = 0
+    for seed in range(8):
+        problem = grid_problem(seed, columns=10, size=6)
+        best = eliminated(problem)
+        search, left = _solved(problem, tolerance=0.5)
+        assert left is None, seed
+        assert search.lower_bound <= best * (1 + 1e-12) <= search.objective * (1 + 2e-12), seed
+        assert search.objective <= search.lower_bound * 1.5, seed
+        open_gaps += search.lower_bound < best * (1 - 1e-6)
+    assert open_gaps
 
 
 def test_a_cost_known_before_is_not_to_be_found_again(random_problem, brute_force):
