@@ -65,7 +65,8 @@ _BRANCH_TABLES = 3e5  # table entries of the whole up to which parts are copied
 # The share of `_BRANCHED` where a choice may be off by a tolerance, whose proof nobody asks for;
 # with all of it, and branching on the reduced problem too, MoE-10B takes 60 instead of 50 CPU s.
 _ROUGH = 0.25
-# Rounds after which other choices are looked for: most problems end before. Planning MoE-10B on
+# Rounds after which a choice within the gap tolerance is enough, and other choices are looked for:
+# most problems end before. Planning MoE-10B on
 # 2 x 8 V100 takes 85 CPU s with 3, 63 with 6 and 60 with 8 (70 without looking).
 _EASY = 8
 _START_ROUNDS = 4  # of the rounds, for choices on few axes: small problems, proved in 30 ms
