@@ -66,8 +66,8 @@ _BRANCH_TABLES = 3e5  # table entries of the whole up to which parts are copied
 # with all of it, and branching on the reduced problem too, MoE-10B takes 60 instead of 50 CPU s.
 _ROUGH = 0.25
 # Rounds after which a choice within the gap tolerance is enough, and other choices are looked for:
-# most problems end before. Planning MoE-10B on
-# 2 x 8 V100 takes 85 CPU s with 3, 63 with 6 and 60 with 8 (70 without looking).
+# most problems end before. Planning MoE-10B on 2 x 8 V100 takes 85 CPU s with 3, 63 with 6 and 60
+# with 8 (70 without looking).
 _EASY = 8
 _START_ROUNDS = 4  # of the rounds, for choices on few axes: small problems, proved in 30 ms
 # Conditioning: the share of nodes that keep their strategies, at first and each time more, until
