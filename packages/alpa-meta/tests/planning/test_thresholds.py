@@ -54,14 +54,19 @@ def test_a_link_threshold_has_other_plans_on_its_sides(planned: Made):
     for one in found:
         assert wire / 9 < one.value < wire * 9 and one.what == "inter-host"
         below, above = (
-            replan(*planned, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan
+            replan(*planned, changed_cluster(HERE, links={"inter-host": one.value * scale}))
             for scale in (0.97, 1.03)
         )
-        places = [
-            [(s.layer_start, s.mesh) for s in plan.stages] + [plan.schedule]
-            for plan in (below, above)
+        told = [
+            (
+                [(stage.layer_start, stage.mesh) for stage in side.plan.stages],
+                side.plan.schedule,
+                side.plan.num_microbatches,
+                {row.recomputation for row in side.rows},
+            )
+            for side in (below, above)
         ]
-        assert places[0] != places[1]
+        assert told[0] != told[1]
 
 
 def test_thresholds_are_worth_telling(planned: Made):
