@@ -14,7 +14,9 @@ program, and takes as long to build as the program has *kinds* of layers.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from attrs import evolve, frozen
 
@@ -254,19 +256,18 @@ def ordered(
     Dense_10 is before Dense_2, and the gradient of a bias may belong to the layer behind its own.
     """
     maker = {var: n for n, (_, eqn) in enumerate(chosen) for var in eqn.outvars}
-    begun, order = set[int](), dict[int, None]()
-    for first in range(len(chosen)):
-        waiting = [first]
-        while waiting:
-            n = waiting[-1]
-            atoms = chosen[n][1].invars if n not in order else ()
-            made_by = {maker[a] for a in atoms if not isinstance(a, Literal) and a in maker}
-            missing = sorted((m for m in made_by if m not in order), reverse=True)
-            if missing and n in begun:
-                raise UnlikeCopiesError
-            begun.add(n)
-            if missing:
-                waiting += missing
-            else:
-                order[waiting.pop()] = None
-    return [chosen[n][0] for n in order], [chosen[n][1] for n in order]
+    reads = {
+        n: {maker[a] for a in eqn.invars if not isinstance(a, Literal) and a in maker}
+        for n, (_, eqn) in enumerate(chosen)
+    }
+    waiting, ready, found = TopologicalSorter(reads), list[int](), list[int]()
+    try:
+        waiting.prepare()
+    except CycleError as error:
+        raise UnlikeCopiesError from error
+    while waiting.is_active():
+        for n in waiting.get_ready():
+            heapq.heappush(ready, n)
+        found.append(heapq.heappop(ready))
+        waiting.done(found[-1])
+    return [chosen[n][0] for n in found], [chosen[n][1] for n in found]
