@@ -130,7 +130,7 @@ def _step(model: CorpusModel, plan: str) -> Any:
         settings = {"num_stages": 2, "num_microbatches": 4, "preset": "zero3", "mesh_shape": (4,)}
     elif plan == "fast":
         free = alpa_meta.parallelize(model.train_step, cluster=FAST, cache=False, **settings)
-        needed = max(free.plan_for(model.state, model.batch).stage_plan.peak_bytes)
+        needed = max(free.plan_for(model.state, model.batch).device_bytes)
         settings["memory"] = needed / 2
     elif plan.startswith("drawn "):
         step = alpa_meta.parallelize(model.train_step, cluster="host:8", num_layers=4)

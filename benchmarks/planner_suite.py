@@ -200,7 +200,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "simulated": predicted_simulation(plan).step_seconds,
         "gap": plan.gap,
-        "memory": max(plan.stage_plan.peak_bytes),
+        "memory": max(plan.device_bytes),
         "what": f"{plan.num_stages} stages, {plan.num_microbatches} microbatches, "
         f"{plan.stage_plan.schedule}",
         "cpu_seconds": stopped - started,

@@ -139,7 +139,7 @@ def priced(name: str, planned: Planned) -> Compared:
         mesh=" | ".join(shapes),
         step_seconds=plan.step_seconds,
         sent_bytes=max(sent),
-        memory_bytes=max(plan.stage_plan.peak_bytes),
+        memory_bytes=max(plan.device_bytes),
         num_collectives=count,
     )
 

@@ -181,6 +181,11 @@ class ParallelPlan:
         return len(self.stage_plan.stages)
 
     @property
+    def device_bytes(self) -> tuple[float, ...]:
+        """Return, per stage, what each of its devices needs with all stages that it runs."""
+        return self.stage_plan.device_bytes or tuple([one.peak_bytes for one in self.shardings])
+
+    @property
     def gap(self) -> float:
         """Return (step_seconds - lower_bound) / lower_bound, 0 when proved optimal."""
         if self.step_seconds <= self.lower_bound:

@@ -18,22 +18,21 @@ COLUMNS = ("stage", "layers", "devices", "mesh", "forward", "backward", "memory"
 
 def one_line(plan: ParallelPlan) -> str:
     """Return what was chosen, for which cluster, and what it is predicted to cost."""
-    peak = max((sharding.peak_bytes for sharding in plan.shardings), default=0.0)
     proven = f"gap {100 * plan.gap:.1f} %" if plan.lower_bound else "not searched for"
     return (
         f"{counted(plan.num_stages, 'stage')}, "
         f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
         f"{plan.stage_plan.schedule} on {counted(plan.cluster.num_devices, 'device')} of "
         f"{plan.cluster.name}: {format_seconds(plan.step_seconds)} per step, "
-        f"{format_bytes(peak)} per device, {proven}"
+        f"{format_bytes(max(plan.device_bytes))} per device, {proven}"
     )
 
 
 def stage_rows(plan: ParallelPlan) -> list[Sequence[str]]:
     """Return the columns of `COLUMNS` for every stage."""
     rows: list[Sequence[str]] = []
-    for number, (stage, sharding) in enumerate(
-        zip(plan.stage_plan.stages, plan.shardings, strict=True)
+    for number, (stage, sharding, bytes) in enumerate(
+        zip(plan.stage_plan.stages, plan.shardings, plan.device_bytes, strict=True)
     ):
         one = stage.candidate
         rows.append(
@@ -44,7 +43,7 @@ def stage_rows(plan: ParallelPlan) -> list[Sequence[str]]:
                 mesh_text(sharding.mesh.logical),
                 format_seconds(one.forward_seconds),
                 format_seconds(one.backward_seconds),
-                format_bytes(sharding.peak_bytes),
+                format_bytes(bytes),
             )
         )
     return rows

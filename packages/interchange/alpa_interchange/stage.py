@@ -106,9 +106,12 @@ class StagePlan:
     peak_bytes: tuple[float, ...]  # per stage, per device; none where they are not known
     # per stage: microbatches alive when its devices hold most
     in_flight: tuple[int, ...] = ()
+    # per stage: of each of its devices with all stages that it runs; none where it runs one
+    device_bytes: tuple[float, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        for name, values in (("peak_bytes", self.peak_bytes), ("in_flight", self.in_flight)):
+        for name in ("peak_bytes", "in_flight", "device_bytes"):
+            values = getattr(self, name)
             if values and len(values) != len(self.stages):
                 raise ValueError(
                     f"StagePlan.{name} needs one entry per stage or none: {len(self.stages)}, got "

@@ -33,6 +33,7 @@ from alpa_interchange import (
     TaskSpec,
 )
 from alpa_interchange.document import DocumentError, from_json, load, to_json
+from alpa_interchange.plan_text import stage_rows
 
 GOLDEN = Path(__file__).parent / "golden" / "plan.json"
 OLD = {version: GOLDEN.with_name(f"plan-{version}.json") for version in ("0.1", "0.2")}
@@ -180,6 +181,14 @@ def test_a_plan_says_its_numbers() -> None:
     assert plan().gap == pytest.approx(0.25)
     assert plan(step_seconds=1.0).gap == 0.0
     assert plan().shardings[0].peak_bytes == 2560.0
+
+
+def test_devices_need_what_all_stages_that_they_run_need() -> None:
+    assert plan().device_bytes == (2560.0, 2560.0)
+    made = evolve(plan(), stage_plan=evolve(plan().stage_plan, device_bytes=(4096.0, 4096.0)))
+    assert made.device_bytes == (4096.0, 4096.0)
+    assert "4 KiB per device" in repr(made)
+    assert all(row[-1] == "4 KiB" for row in stage_rows(made))
 
 
 def test_negative_times_are_refused() -> None:

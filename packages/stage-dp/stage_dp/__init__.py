@@ -12,7 +12,14 @@ from stage_dp.layer_clustering import (
     cluster_layers,
     live_bytes,
 )
-from stage_dp.mesh_memory import Chunk, alive_together, bytes_together, chunks_of, device_bytes
+from stage_dp.mesh_memory import (
+    Chunk,
+    alive_together,
+    bytes_together,
+    chunks_of,
+    device_bytes,
+    with_device_bytes,
+)
 from stage_dp.pipeline_time import PipelineTime, pipeline_time
 from stage_dp.schedules import (
     SCHEDULE_RULES,
@@ -79,4 +86,5 @@ __all__ = [
     "solve_stages",
     "step_seconds",
     "torch_csv",
+    "with_device_bytes",
 ]

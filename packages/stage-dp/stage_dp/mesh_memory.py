@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange.menu import JointPlan, JointStage
 from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan
@@ -85,3 +85,9 @@ def device_bytes(plan: StagePlan | JointPlan) -> tuple[float, ...]:
     chunks, alive = chunks_of(plan), alive_together(plan)
     held = [bytes_together(chunks[mesh::meshes], alive[mesh]) for mesh in range(meshes)]
     return tuple(held[stage % meshes] for stage in range(len(chunks)))
+
+
+def with_device_bytes(plan: StagePlan) -> StagePlan:
+    """Return the plan with the bytes of its devices, where these run several stages."""
+    several = plan.num_meshes < len(plan.stages)
+    return evolve(plan, device_bytes=device_bytes(plan) if several else ())

@@ -40,6 +40,7 @@ from stage_dp.interleaved_search import (
     device_seconds_bound,
     interleaved_plans,
 )
+from stage_dp.mesh_memory import with_device_bytes
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import (
     SCHEDULE_RULES,
@@ -113,7 +114,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         PlacedStage(candidate=candidate, device_ids=places[stage % num_meshes])
         for stage, candidate in enumerate(best.candidates)
     )
-    return StagePlan(
+    plan = StagePlan(
         stages=stages,
         num_microbatches=best.num_microbatches,
         schedule=best.schedule,
@@ -127,6 +128,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         ),
         in_flight=best.in_flight,
     )
+    return with_device_bytes(plan)
 
 
 def _least_in_flight(found: _Found) -> tuple[int, ...]:

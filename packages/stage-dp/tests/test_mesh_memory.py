@@ -6,7 +6,7 @@ from attrs import evolve
 
 from alpa_interchange import LogicalMesh, MeshAxis, PlacedStage, StageCandidate, StagePlan
 from alpa_interchange.mesh import SubmeshSpec
-from stage_dp import device_bytes, order, peak_bytes
+from stage_dp import device_bytes, order, peak_bytes, with_device_bytes
 from stage_dp.interleaved_order import interleaved_order
 
 
@@ -66,6 +66,8 @@ def test_devices_need_what_their_stages_hold_at_one_time(num_meshes, chunks):
     for count in (1, 2, num_meshes, 3 * num_meshes + 1, 6 * num_meshes + 2, 9 * num_meshes):
         plan = interleaved(num_meshes, chunks, count, rng)
         assert list(device_bytes(plan)) == most_alive(plan) * chunks
+        told = with_device_bytes(plan).device_bytes
+        assert told == (() if chunks == 1 else device_bytes(plan))
 
 
 def test_stages_with_devices_of_their_own_need_their_peaks():
@@ -74,3 +76,4 @@ def test_stages_with_devices_of_their_own_need_their_peaks():
     plan = evolve(plan, stages=alone, schedule="1f1b")
     assert device_bytes(plan) == plan.peak_bytes
     assert device_bytes(evolve(plan, peak_bytes=())) == ()
+    assert with_device_bytes(plan) == plan

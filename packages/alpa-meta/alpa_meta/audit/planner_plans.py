@@ -71,7 +71,7 @@ def audit_planned(
         return audit_on_host(model, step, reference if numerics else None, numerics=numerics)
     planned = step.lower(model.state, model.batch).planned
     target, num_devices = parse_target(cluster)
-    needed = (1 + TOLERANCE) * max(planned.plan.stage_plan.peak_bytes) / SCHEDULED_SHARE
+    needed = (1 + TOLERANCE) * max(planned.plan.device_bytes) / SCHEDULED_SHARE
     has = options.memory or target.memory_bytes
     target = evolve(target, memory_bytes=int(min(needed, has)))
     devices = target_devices(target, num_devices)

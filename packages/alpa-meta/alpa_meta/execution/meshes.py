@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-import stage_dp
 from alpa_interchange import ParallelPlan
 from alpa_interchange.amounts import format_bytes
 from alpa_meta.errors import PlanError
@@ -136,7 +135,7 @@ def check_memory(plan: ParallelPlan, meshes: Sequence[tuple[float | None, str]])
     """Warn of a plan that needs more memory than jax may take of its devices: a cluster that is
     given by name has all that its devices have. `meshes` are the bytes that may be taken of each
     device, if it is known, and the kind of the devices."""
-    for stage, needed in enumerate(stage_dp.device_bytes(plan.stage_plan)):
+    for stage, needed in enumerate(plan.device_bytes):
         limit, kind = meshes[stage % len(meshes)]
         if limit is not None and needed > limit:
             warnings.warn(

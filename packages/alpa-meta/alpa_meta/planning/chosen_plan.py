@@ -110,12 +110,14 @@ def finish(
                 solved, seconds = weighed, least
     stages = [one.placed for one in solved]
     bound = _bound_below(bound, seconds)
-    exact = evolve(
-        stage_plan,
-        stages=tuple(stages),
-        step_seconds=seconds,
-        lower_bound=bound,
-        peak_bytes=tuple([one.sharding.peak_bytes for one in solved]),
+    exact = stage_dp.with_device_bytes(
+        evolve(
+            stage_plan,
+            stages=tuple(stages),
+            step_seconds=seconds,
+            lower_bound=bound,
+            peak_bytes=tuple([one.sharding.peak_bytes for one in solved]),
+        )
     )
     tasks = build_tasks(program, staging)
     plan = ParallelPlan(

@@ -78,12 +78,14 @@ def with_claims(
     seconds = stage_dp.step_seconds(chain, old.schedule, old.in_flight, num_meshes=old.num_meshes)
     peaks = tuple(one.peak_bytes for one in shardings)
     bound = min(plan.lower_bound, seconds)
-    stage_plan = evolve(
-        old,
-        stages=tuple(stages),
-        step_seconds=seconds,
-        lower_bound=min(old.lower_bound, seconds),
-        peak_bytes=peaks,
+    stage_plan = stage_dp.with_device_bytes(
+        evolve(
+            old,
+            stages=tuple(stages),
+            step_seconds=seconds,
+            lower_bound=min(old.lower_bound, seconds),
+            peak_bytes=peaks,
+        )
     )
     return evolve(
         plan,
@@ -121,6 +123,7 @@ def _claims(plan: ParallelPlan) -> dict[str, object]:
             "step_seconds": plan.stage_plan.step_seconds,
             "lower_bound": plan.stage_plan.lower_bound,
             "peak_bytes": plan.stage_plan.peak_bytes,
+            "device_bytes": plan.stage_plan.device_bytes,
             "stages": [_of_candidate(stage) for stage in plan.stage_plan.stages],
         },
         "shardings": [_of_stage(one) for one in plan.shardings],

@@ -385,7 +385,7 @@ def _check_told(plan: ParallelPlan, options: Options) -> None:
                 f"the plan that is given has {name}={value!r}, but {name}={told!r} is asked for; "
                 "leave one of them out"
             )
-    held = max(stage_dp.device_bytes(plan.stage_plan), default=0.0)
+    held = max(plan.device_bytes)
     if options.memory is not None and held > options.memory * (1 + 1e-9):  # of sums
         raise PlanError(
             f"the plan that is given holds {held:,.0f} bytes on a device, but memory="

@@ -50,7 +50,7 @@ class _Trial:
     ) -> float | None:
         """Return the bytes per device of a variant's plan, None if it does not fit either."""
         planned = self.planned(options or self.options, step, cluster)
-        return None if planned is None else max(planned.plan.stage_plan.peak_bytes)
+        return None if planned is None else max(planned.plan.device_bytes)
 
     def planned(
         self, options: Options, step: Step | None = None, cluster: ClusterSpec | None = None

@@ -60,12 +60,11 @@ class Bucket:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{path} {list(shape)}" for path, shape in self.shapes.items())
-        peak = max((sharding.peak_bytes for sharding in self.plan.shardings), default=0.0)
         origin = "choices taken over" if self.taken_over else "planned"
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"{sizes}: {origin}{why}, predicted {1e3 * self.plan.step_seconds:.3g} ms per step and "
-            f"{1e-6 * peak:.3g} MB per device"
+            f"{1e-6 * max(self.plan.device_bytes):.3g} MB per device"
         )
 
 
@@ -214,9 +213,10 @@ def taken_over(planned: Planned, known: Step, step: Step, options: Options) -> P
         )
     for stage, (old, new) in enumerate(zip(plan.shardings, found.plan.shardings, strict=True)):
         room = usable_memory(plan.cluster, new.mesh.submesh.host_group, options.memory)
-        if new.peak_bytes > max(room, old.peak_bytes):
+        needed = found.plan.device_bytes[stage]
+        if needed > max(room, plan.device_bytes[stage]):
             raise MisfitError(
-                f"stage {stage} needs {new.peak_bytes:,.0f} bytes per device, {room:,.0f} are there"
+                f"stage {stage} needs {needed:,.0f} bytes per device, {room:,.0f} are there"
             )
         if any(old.state_specs[leaf] != new.state_specs.get(leaf) for leaf in _state(step, old)):
             raise MisfitError(f"state of stage {stage} would have to be laid out anew")

@@ -37,23 +37,38 @@ def draw_time(axes: Axes, splits: Sequence[TimeSplit]) -> None:
 
 
 def draw_memory(axes: Axes, plan: ParallelPlan) -> None:
-    """Draw the predicted memory per device of each stage as stacked bars."""
-    largest = max(sharding.peak_bytes for sharding in plan.shardings)
+    """Draw the predicted memory per device of each stage, or mesh of several, as stacked bars."""
+    largest = max(plan.device_bytes)
     units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
     scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
-    named = [name for sharding in plan.shardings for name in sharding.memory]
+    bars = [sharding.memory for sharding in plan.shardings]
+    if plan.stage_plan.device_bytes:
+        bars = [_of_mesh(plan, mesh) for mesh in range(plan.stage_plan.num_meshes)]
+    named = [name for bar in bars for name in bar]
     parts = {
-        name: [sharding.memory.get(name, 0.0) / scale for sharding in plan.shardings]
+        name: [bar.get(name, 0.0) / scale for bar in bars]
         for name in dict.fromkeys((*MEMORY_COLOURS, *named))
         if name in named
     }
-    stages = [f"stage {index}" for index in range(plan.num_stages)]
-    _stack(axes, parts, MEMORY_COLOURS, stages)
+    kind = "mesh" if plan.stage_plan.device_bytes else "stage"
+    _stack(axes, parts, MEMORY_COLOURS, [f"{kind} {index}" for index in range(len(bars))])
     axes.set_ylabel(unit, fontsize=8, color=INK)
     capacity = format_bytes(min(group.device.memory for group in plan.cluster.host_groups))
     axes.set_title(
         f"memory per device\n(a device has {capacity})", fontsize=9, color=INK, loc="left"
     )
+
+
+def _of_mesh(plan: ParallelPlan, mesh: int) -> Mapping[str, float]:
+    """Return the bytes by name of a mesh's devices with all stages that it runs: one of these at a
+    time has its temporaries, and what is alive together is less than the most of each."""
+    own = [one.memory for one in plan.shardings[mesh :: plan.stage_plan.num_meshes]]
+    names = dict.fromkeys(name for one in own for name in one)
+    found = {name: sum(one.get(name, 0.0) for one in own) for name in names}
+    found["temporaries"] = max(one.get("temporaries", 0.0) for one in own)
+    others = sum(bytes for name, bytes in found.items() if name != "activations")
+    found["activations"] = max(plan.device_bytes[mesh] - others, 0.0)
+    return found
 
 
 def draw_settings(axes: Axes, plan: ParallelPlan, found: Explanation) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import stage_dp
 from alpa_interchange.amounts import format_bandwidth, format_bytes, format_seconds
 from alpa_interchange.menu import JointPlan
 from alpa_interchange.plan_text import mesh_text, number_text
@@ -158,11 +159,11 @@ def _cost_rows(found: PlanDifference) -> Iterator[tuple[str, list[str]]]:
             ],
         )
     yield "no plan below", [format_seconds(one.lower_bound) for one in found.costs]
-    for stage in range(max(len(one.peak_bytes) for one in found.costs)):
+    for stage in range(max(len(one.device_bytes) for one in found.costs)):
         yield (
             f"memory of stage {stage}",
             [
-                format_bytes(one.peak_bytes[stage]) if stage < len(one.peak_bytes) else ""
+                format_bytes(one.device_bytes[stage]) if stage < len(one.device_bytes) else ""
                 for one in found.costs
             ],
         )
@@ -170,7 +171,7 @@ def _cost_rows(found: PlanDifference) -> Iterator[tuple[str, list[str]]]:
 
 def print_replanned(found: Replanned, console: Console) -> None:
     """Show a re-planned pipeline beside the old one."""
-    plan = found.plan
+    plan, held = found.plan, stage_dp.device_bytes(found.plan)
     table = _table(f"re-planned for {found.cluster.name}, {found.cluster.num_devices} devices")
     for column in ("stage", "layers", "devices", "logical mesh", "recomputed", "forward"):
         table.add_column(column)
@@ -187,7 +188,7 @@ def print_replanned(found: Replanned, console: Console) -> None:
             " ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds) if k != "none"),
             format_seconds(stage.forward_seconds),
             format_seconds(stage.backward_seconds),
-            format_bytes(plan.peak_bytes[number]),
+            format_bytes(held[number]),
         )
     console.print(table)
     console.print(_verdict(found), markup=False)

@@ -38,7 +38,7 @@ class PlanCosts:
     step_seconds: float
     lower_bound: float
     time: TimeSplit | None
-    peak_bytes: tuple[float, ...]  # per stage, per device
+    device_bytes: tuple[float, ...]  # per stage
 
 
 @frozen(kw_only=True)
@@ -78,7 +78,7 @@ def plan_costs(plan: ParallelPlan) -> PlanCosts:
         step_seconds=plan.step_seconds,
         lower_bound=plan.lower_bound,
         time=time_split(plan),
-        peak_bytes=tuple(sharding.peak_bytes for sharding in plan.shardings),
+        device_bytes=plan.device_bytes,
     )
 
 

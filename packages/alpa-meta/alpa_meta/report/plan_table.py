@@ -48,7 +48,6 @@ def plan_summary(plan: ParallelPlan) -> str:
     is in the memory of the hosts."""
     program = plan.program
     stages, microbatches = plan.num_stages, plan.num_microbatches
-    peak = max(sharding.peak_bytes for sharding in plan.shardings)
     proven = (
         f"proven: no plan of the searched space takes less than {format_seconds(plan.lower_bound)} "
         f"under the cost model (gap {100 * plan.gap:.1f} %)"
@@ -70,8 +69,8 @@ def plan_summary(plan: ParallelPlan) -> str:
         f"plan: {counted(stages, 'stage')}, "
         f"{counted(microbatches, 'microbatch', 'microbatches')}, "
         f"schedule {plan.stage_plan.schedule}{recomputation_text(plan)}\n{uncut}{hosts}"
-        f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
-        f"per device\n{proven}"
+        f"predicted: {format_seconds(plan.step_seconds)} per step, at most "
+        f"{format_bytes(max(plan.device_bytes))} per device\n{proven}"
     )
 
 
@@ -113,7 +112,7 @@ def _stage_table(plan: ParallelPlan) -> Table:
             format_seconds(candidate.forward_seconds),
             format_seconds(candidate.backward_seconds),
             format_seconds(candidate.step_seconds),
-            format_bytes(sharding.peak_bytes),
+            format_bytes(plan.device_bytes[index]),
         )
     table.caption = "forward and backward per microbatch; memory per device; all predicted"
     return table
@@ -123,12 +122,15 @@ def _memory_table(plan: ParallelPlan) -> Table:
     names = list(dict.fromkeys(name for sharding in plan.shardings for name in sharding.memory))
     table = _table("predicted memory per device")
     table.add_column("stage")
-    for name in [*names, "sum", "device has"]:
+    shared = ["all stages"] if plan.stage_plan.device_bytes else []  # that a device runs
+    for name in [*names, "sum", *shared, "device has"]:
         table.add_column(name, justify="right")
     for index, sharding in enumerate(plan.shardings):
         group = plan.cluster.host_groups[sharding.mesh.submesh.host_group]
         amounts = [sharding.memory.get(name, 0.0) for name in names]
-        amounts += [sharding.peak_bytes, group.device.memory]
+        amounts.append(sharding.peak_bytes)
+        amounts += [plan.device_bytes[index]] * len(shared)
+        amounts.append(group.device.memory)
         table.add_row(str(index), *map(format_bytes, amounts))
     return table
 

@@ -77,7 +77,7 @@ class Monitor:
             *(Sample("alpa_mesh_slow", one.times, {"mesh": str(one.mesh)}) for one in slow),
             *(
                 Sample("alpa_planned_bytes", float(nbytes), {"stage": str(stage)})
-                for stage, nbytes in enumerate(plan.stage_plan.peak_bytes)
+                for stage, nbytes in enumerate(plan.device_bytes)
             ),
             Sample("alpa_recoveries_total", float(supervisor.num_recoveries if supervisor else 0)),
         ]

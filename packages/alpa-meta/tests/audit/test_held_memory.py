@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import alpa_meta as alpa
-import stage_dp
 from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.corpus import published
 
@@ -39,7 +38,7 @@ def pipeline(num_devices, num_stages, schedule):
     step.lower(model.state, model.batch)
     found = held_memory(step.executable)
     assert len(found) == step.plan.stage_plan.num_meshes
-    return stage_dp.device_bytes(step.plan.stage_plan)[: len(found)], found
+    return step.plan.device_bytes[: len(found)], found
 
 
 @pytest.mark.sample(num_stages=1)

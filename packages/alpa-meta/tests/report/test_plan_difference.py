@@ -30,7 +30,7 @@ def test_it_names_the_decisions_and_the_state_that_differ():
     assert by_name["microbatches"] == ("8", "16")
     assert by_name["stage 3: layers"] == ("no such stage", "3")
     assert all(one.first != one.second for one in found.shardings)
-    assert found.costs[1].peak_bytes == tuple(one.peak_bytes for one in second().shardings)
+    assert found.costs[1].device_bytes == tuple(one.peak_bytes for one in second().shardings)
 
 
 @pytest.mark.parametrize("make", [first, second], ids=["two stages", "four"])

@@ -3,6 +3,7 @@ from io import StringIO
 from attrs import evolve
 from rich.console import Console
 
+from alpa_interchange.amounts import format_bytes
 from alpa_meta.report.plan_table import plan_summary, print_plan
 
 
@@ -31,6 +32,18 @@ def test_the_tables_say_everything_the_plan_decides(make_plan):
         "parameters",
     ):
         assert expected in text, expected
+
+
+def test_memory_is_that_of_all_stages_of_a_device(make_plan):
+    plan = make_plan(2, 4)
+    of_stage = format_bytes(max(one.peak_bytes for one in plan.shardings))
+    assert f"at most {of_stage} per device" in plan_summary(plan)
+    stage_plan = evolve(plan.stage_plan, device_bytes=(2.0**31, 2.0**31))
+    shared = evolve(plan, stage_plan=stage_plan)
+    assert "at most 2 GiB per device" in plan_summary(shared)
+    text = _shown(shared)
+    assert "all stages" in text and of_stage in text
+    assert text.count("2 GiB") == 1 + 2 * 2  # the line, and both stages in both tables
 
 
 def test_what_is_recomputed_is_said(make_plan):
