@@ -6,7 +6,6 @@ mesh are chosen together within its memory.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,17 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve
 
-from stage_dp.interleaved_order import FULL, Index, InterleavedOrder, holding_order
+from stage_dp.interleaved_order import Index, InterleavedOrder, holding_order
+from stage_dp.interleaved_time import (
+    INTERLEAVED,
+    estimated_seconds,
+    interleaved_schedule,
+)
 from stage_dp.joint_chain import Scored, StageChoice
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
 from stage_dp.menu_table import ACTIVATION, BACKWARD, FORWARD, STEP, TRANSIENT, Array
 from stage_dp.mesh_memory import Chunk, fullest
 from stage_dp.pipeline_time import pipeline_time
-from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
-
-INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
-
 
 # In which rows are chosen for one moment of a mesh. Of 120 random problems (those of the tests of
 # long ones) four have no plan without, and the others take half a percent longer; with 1 and 6
@@ -41,42 +41,67 @@ class InterleavedChains:
         self.costs, self.links = costs, links
         self.classes = costs.table.problem.menu.class_of_layer
         self.count = costs.table.num_microbatches
+        self._known: dict[tuple[object, ...], _Chunks | None] = {}
 
     def pipeline(
         self, mesh: int, num_meshes: int, cuts: Sequence[int], limit: float = math.inf
     ) -> Scored | None:
         """Return the pipeline of stages between `cuts` on `num_meshes` like `mesh`; None if it does
         not fit or takes `limit` seconds or more, by two short runs of many microbatches."""
+        return self.best_of(mesh, num_meshes, [cuts], limit)
+
+    def best_of(
+        self, mesh: int, num_meshes: int, some: Sequence[Sequence[int]], limit: float = math.inf
+    ) -> Scored | None:
+        """Return the fastest `pipeline` of those between `some` cuts, as many each."""
         links = self.links.ring(mesh, num_meshes)
-        if links is None:
+        if links is None or not some:
             return None
-        num = len(cuts) - 1
-        runs = holding_order(num_meshes, num // num_meshes, self.count)
-        found = self._stages(mesh, cuts, runs)
-        if found is None:
-            return None
-        stages, held = found
-        work = [self.count * s.seconds + float(s.columns[STEP]) for s in stages]
-        if busiest(np.array(work), num_meshes) >= limit:
-            return None
+        chunks = (len(some[0]) - 1) // num_meshes
+        runs = holding_order(num_meshes, chunks, self.count)
         samples = self.costs.table.samples
-        crossing = tuple(
-            self.links.seconds(mesh, a.layout_out, mesh, b.layout_in, link, samples)
-            for a, b, link in zip(stages, stages[1:], links * (num // num_meshes), strict=False)
+        found = []
+        for cuts in some:
+            chosen = self._stages(mesh, cuts, runs)
+            if chosen is None:
+                continue
+            work = [self.count * one.seconds + float(one.columns[STEP]) for one in chosen[0]]
+            if busiest(np.array(work), num_meshes) >= limit:
+                continue
+            crossing = tuple(
+                self.links.seconds(mesh, a.layout_out, mesh, b.layout_in, link, samples)
+                for a, b, link in zip(chosen[0], chosen[0][1:], links * chunks, strict=False)
+            )
+            if all(map(math.isfinite, crossing)):
+                found.append((*chosen, crossing))
+        if not found:
+            return None
+        figures = np.array([[one.columns for one in stages] for stages, _, _ in found])
+        by_mesh = figures[:, :, STEP].reshape(len(found), chunks, num_meshes)
+        seconds = estimated_seconds(
+            num_meshes,
+            self.count,
+            figures[:, :, FORWARD],
+            figures[:, :, BACKWARD],
+            np.array([crossing for _, _, crossing in found]),
+            by_mesh.sum(axis=1),
         )
-        if not all(map(math.isfinite, crossing)):
+        at = int(seconds.argmin())
+        if seconds[at] >= limit:
             return None
-        seconds = self._seconds(stages, crossing, num_meshes)
-        if seconds >= limit:
-            return None
-        return Scored(stages, INTERLEAVED, self.count, crossing, held, seconds, num_meshes)
+        stages, held, crossing = found[at]
+        least = float(seconds[at])
+        return Scored(stages, INTERLEAVED, self.count, crossing, held, least, num_meshes)
 
     def exact(self, found: Scored) -> Scored:
         """Return the pipeline with its exact step time."""
         num_meshes = found.num_meshes or 1
-        schedule = _order(len(found.stages), self.count, num_meshes)
-        seconds = _seconds(schedule, found.stages, found.crossing)
-        return evolve(found, step_seconds=seconds)
+        schedule = interleaved_schedule(len(found.stages), self.count, num_meshes)
+        figures = np.array([stage.columns for stage in found.stages])
+        tail = [float(figures[mesh::num_meshes, STEP].sum()) for mesh in range(num_meshes)]
+        forward, backward = figures[:, FORWARD], figures[:, BACKWARD]
+        exact = pipeline_time(schedule, forward, backward, found.crossing, tail)
+        return evolve(found, step_seconds=exact.step_seconds)
 
     def of_stages(
         self,
@@ -101,14 +126,14 @@ class InterleavedChains:
         microbatches of each that are alive when its mesh holds most."""
         num_meshes, num = runs.num_meshes, len(cuts) - 1
         result, in_flight = dict[int, StageChoice](), dict[int, int]()
-        known: dict[tuple[object, ...], _Chunks | None] = {}
         for first, alive in enumerate(runs.alive):
             own = range(first, num, num_meshes)
             parts = tuple(self.classes[cuts[s] : cuts[s + 1]] for s in own)
-            key = (parts, alive.tobytes())
-            if key not in known:
-                known[key] = self._chunks(mesh, parts, runs.in_flight[first::num_meshes], alive)
-            chunks = known[key]
+            key = (mesh, parts, alive.tobytes())
+            if key not in self._known:
+                even = runs.in_flight[first::num_meshes]
+                self._known[key] = self._chunks(mesh, parts, even, alive)
+            chunks = self._known[key]
             if chunks is None:
                 return None
             for s, chunk, held in zip(own, *chunks, strict=True):
@@ -151,20 +176,6 @@ class InterleavedChains:
                 held, withheld = list(even), withheld + needed - memory
         return None
 
-    def _seconds(
-        self, stages: Sequence[StageChoice], crossing: Sequence[float], num_meshes: int
-    ) -> float:
-        """Return the step time, by two short runs where there are many microbatches: a mesh that is
-        slower by a little may take over late."""
-        short = FULL * num_meshes + self.count % num_meshes
-        counts = [short, short + num_meshes] if self.count > short + num_meshes else [self.count]
-        runs = []
-        for count in counts:
-            schedule = _order(len(stages), count, num_meshes)
-            runs.append(_seconds(schedule, stages, crossing))
-        groups = (self.count - counts[0]) / num_meshes
-        return runs[0] + groups * (runs[-1] - runs[0])
-
 
 def _held(stage: StageChoice, in_flight: int) -> Chunk:
     columns = stage.columns
@@ -176,16 +187,3 @@ def _held(stage: StageChoice, in_flight: int) -> Chunk:
 def busiest(work: Array, num_meshes: int) -> float:
     """Return the work of the busiest mesh from that of each stage."""
     return float(work.reshape(-1, num_meshes).sum(axis=0).max())
-
-
-@functools.lru_cache(maxsize=16)  # of 20,000 runs at most each; to order them takes longest
-def _order(num_stages: int, count: int, num_meshes: int) -> Schedule:
-    return order(INTERLEAVED.name, num_stages, count, num_meshes=num_meshes)
-
-
-def _seconds(schedule: Schedule, stages: Sequence[StageChoice], crossing: Sequence[float]) -> float:
-    figures = np.array([stage.columns for stage in stages])
-    num = schedule.num_meshes
-    tail = [float(figures[mesh::num, STEP].sum()) for mesh in range(num)]
-    forward, backward = figures[:, FORWARD], figures[:, BACKWARD]
-    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds

@@ -56,6 +56,15 @@ class InterleavedOrder:
             np.where(k < len(k) - w, w + 2 * k, len(k) + k),
         )
 
+    def runs(self, mesh: int) -> Index:
+        """Return the mesh's runs in order: (1 if backward, stage, microbatch), [runs, 3]."""
+        found = np.empty((2 * len(self.chunk), 3), dtype=np.int64)
+        chunks = self.chunk, self.back
+        for backward, (chunk, at) in enumerate(zip(chunks, self.places(mesh), strict=True)):
+            found[at, 0], found[at, 1] = backward, chunk * self.num_meshes + mesh
+            found[at, 2] = self.microbatch
+        return found
+
     @cached_property
     def alive(self) -> tuple[Index, ...]:
         """Return the microbatches of each chunk that are alive together, by mesh: [moments, chunks]

@@ -231,13 +231,7 @@ class _Program:
         ends = self._new(2, last + 1, count)  # forward or backward, stage, microbatch
         of_mesh = self._by_mesh(self.y)
         for mesh in range(num):
-            runs = np.empty((2 * len(schedule.chunk), 3), dtype=np.int64)
-            for backward, (chunk, at) in enumerate(
-                zip((schedule.chunk, schedule.back), schedule.places(mesh), strict=True)
-            ):
-                runs[at, 0], runs[at, 1] = backward, chunk * num + mesh
-                runs[at, 2] = schedule.microbatch
-            back, stage, microbatch = runs.T
+            back, stage, microbatch = schedule.runs(mesh).T
             end, run = ends[back, stage, microbatch], self.run_columns[back, stage]
             self._add((end[:1], 1.0), (run[:1], -1.0))
             self._add((end[1:], 1.0), (run[1:], -1.0), (end[:-1], -1.0))
