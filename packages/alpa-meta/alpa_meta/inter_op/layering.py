@@ -5,7 +5,9 @@
               values it reads: cotangents flow down the layers
     update    the layer of its largest operand: the optimiser follows its parameters
 
-Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them.
+Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them. So
+is a shared read of the backward pass, unless it is of a cotangent: the weights of all layers that
+attend to one memory would have their gradients where that is read first.
 Scalar equations of the update that depend on no layer, or on several, have no layer (None).
 """
 
@@ -14,11 +16,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import cast
 
 from attrs import frozen
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, shape_of, subjaxprs
+from alpa_meta.passes.shared_reads import is_shared_read, read_once
 from alpa_meta.step.program import Program
+
+Place = tuple[int | None, str]
+"""The layer and the phase of an equation."""
 
 
 @frozen(eq=False)
@@ -101,17 +108,14 @@ def assign_layers(
         layers[k] = int(place)
     num_layers = max((int(place) for place in clustered), default=0) + 1
     inputs, sizes = jaxpr.invars, functools.partial(_whole_bytes, program)
-    held = _backward_layers(
+    held, available = _backward_layers(
         eqns, phases, layers, floating, num_layers, inputs, program.totals, sizes
     )
     _update_layers(eqns, phases, layers, floating, held, sizes)
     pairs = list(zip(layers, phases, strict=True))
     eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
-    layers, phases = [], []
-    for label in labels:
-        assert isinstance(label, tuple)
-        layers.append(label[0])
-        phases.append(label[1])
+    eqns, pairs = _with_own_reads(eqns, [cast(Place, label) for label in labels], available)
+    layers, phases = [layer for layer, _ in pairs], [phase for _, phase in pairs]
     readers: dict[Var, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "update" and layer is not None:
@@ -152,13 +156,15 @@ def _backward_layers(
     inputs: Sequence[Var],
     totals: Mapping[Var, Var],
     sizes: Callable[[Var], float],
-) -> dict[Var, int]:
-    """Assign layers to backward equations; return the layer of every value computed so far.
+) -> tuple[dict[Var, int], dict[Var, set[int]]]:
+    """Assign layers to backward equations but shared reads of what is no cotangent; return the
+    layer of every value computed so far, and those that have what the forward pass made or read.
 
     An input that is a total over the microbatches is a value of the layer that adds it up.
     """
     home: dict[Var, int] = {}
     available: dict[Var, set[int]] = {}
+    shared: dict[Atom, Var] = {}  # by value, the shared read of the forward pass
     input_set = set(inputs)
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "forward" or layer is None:
@@ -170,6 +176,8 @@ def _backward_layers(
             if not is_drop(var):
                 home[var] = layer
                 available[var] = {layer}
+        if is_shared_read(eqn):
+            shared[eqn.invars[0]] = eqn.outvars[0]
     for total, value in totals.items():
         if value in home:
             available.setdefault(total, set()).add(home[value])
@@ -178,6 +186,10 @@ def _backward_layers(
         if phase != "backward" or k in floating:
             continue
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        if is_shared_read(eqn) and read[0] not in cotangents:
+            there = (read[0], shared.get(read[0], read[0]))
+            available[eqn.outvars[0]] = set().union(*(available.get(var, ()) for var in there))
+            continue
         ceiling = min((home[a] for a in read if a in cotangents), default=num_layers - 1)
         residuals = [a for a in read if a not in cotangents and a in available]
         # The last layer that has all of them, found in as little time however many layers there are
@@ -200,7 +212,39 @@ def _backward_layers(
     for var in inputs:
         if available.get(var):
             home[var] = min(available[var])
-    return home
+    return home, available
+
+
+def _with_own_reads(
+    eqns: Sequence[JaxprEqn], places: Sequence[Place], available: Mapping[Var, Collection[int]]
+) -> tuple[list[JaxprEqn], list[Place]]:
+    """Return equations and their places with a copy of each shared read that has no layer in every
+    place that reads it, in front of its first reader: of the value or, in a layer that has only
+    the forward pass' shared read of that, of the shared read."""
+    shared: dict[Atom, Var] = {}  # of the forward pass, by what is read
+    value_of: dict[Var, Atom] = {}  # by the result of one without a layer
+    copies: dict[tuple[Var, Place], Var] = {}
+    found: list[tuple[JaxprEqn, Place]] = []
+    for eqn, place in zip(eqns, places, strict=True):
+        layer, phase = place
+        if is_shared_read(eqn) and phase == "forward":
+            shared[eqn.invars[0]] = eqn.outvars[0]
+        if is_shared_read(eqn) and phase == "backward" and layer is None:
+            value_of[eqn.outvars[0]] = eqn.invars[0]
+            continue
+        operands = list(eqn.invars)
+        for number, atom in enumerate(operands):
+            if isinstance(atom, Literal) or atom not in value_of:
+                continue
+            if (atom, place) not in copies:
+                value = value_of[atom]
+                there = isinstance(value, Literal) or layer in available.get(value, (layer,))
+                copies[atom, place] = Var(atom.aval)
+                read = value if there else shared.get(value, value)
+                found.append((read_once(read, copies[atom, place], eqn), place))
+            operands[number] = copies[atom, place]
+        found.append((eqn.replace(invars=operands) if operands != eqn.invars else eqn, place))
+    return [eqn for eqn, _ in found], [place for _, place in found]
 
 
 def _update_layers(

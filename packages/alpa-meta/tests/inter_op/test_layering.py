@@ -1,5 +1,7 @@
 """Layers: forward by clustering, backward and update by data flow, constants cloned."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 
@@ -88,3 +90,37 @@ def test_clones_define_variables_of_their_own():
 def test_a_key_counts_a_few_bytes():
     jaxpr = jax.make_jaxpr(lambda key, x: (key, x))(jax.random.key(0), jnp.ones((2, 3))).jaxpr
     assert [tensor_bytes(var) for var in jaxpr.invars] == [8.0, 24.0]
+
+
+def test_weights_that_meet_one_memory_have_their_gradients_in_their_own_layers():
+    """As cross attention's do: all of them were where the backward pass reads the memory first."""
+
+    def step(weights, batch):
+        def loss(weights):
+            memory = x = jnp.tanh(batch @ weights[0])
+            for own, other in zip(weights[1::2], weights[2::2]):
+                x = jnp.tanh(x @ own + memory @ other)
+            return jnp.mean(x**2)
+
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights))]
+
+    def by_pairs(eqns, inputs):
+        products = [eqn.primitive.name == "dot_general" for eqn in eqns]
+        return [max(0, sum(products[: k + 1])) // 2 for k in range(len(eqns))]
+
+    weights = [SHAPE((4, 4), jnp.float32)] * (1 + 2 * DEPTH)
+    program = Step(step, (weights, SHAPE((8, 4), jnp.float32))).program(1)
+    found = assign_layers(program, by_pairs)
+    assert found.num_layers == 1 + DEPTH
+    expected = [0, *(1 + k // 2 for k in range(2 * DEPTH))]
+    assert found.input_layers[: len(weights)] == tuple(frozenset({k}) for k in expected)
+    products = Counter(
+        layer
+        for eqn, phase, layer in zip(found.eqns, found.phases, found.layers, strict=True)
+        if eqn.primitive.name == "dot_general" and phase == "backward"
+    )
+    assert products == {0: 1, 1: 4, 2: 4, 3: 4}  # gradients of weights, and of what they meet
+    made = set(program.jaxpr.invars)  # in an order that can run
+    for eqn in found.eqns:
+        assert all(isinstance(a, jax.extend.core.Literal) or a in made for a in eqn.invars)
+        made.update(eqn.outvars)
