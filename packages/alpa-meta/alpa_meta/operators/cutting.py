@@ -31,6 +31,7 @@ from alpa_meta.operators.operator import (
     jointly,
     operand_shapes,
     result_shapes,
+    same_params,
 )
 from alpa_meta.operators.work import copied_results, nothing
 from alpa_meta.types import Params
@@ -285,8 +286,8 @@ OPERATORS = {
         bytes=copied_results,
         piece_params=_sliced_piece,
     ),
-    "pad": _cut(linear_in=jointly, apart=True),
-    "rev": _cut(linear_in=FIRST, order_survives=always),
-    "concatenate": _cut(linear_in=jointly, apart=True),
-    "split": _cut(linear_in=FIRST, liveness="stored"),
+    "pad": _cut(linear_in=jointly, apart=True, piece_params=same_params),
+    "rev": _cut(linear_in=FIRST, order_survives=always, piece_params=same_params),
+    "concatenate": _cut(linear_in=jointly, apart=True, piece_params=same_params),
+    "split": _cut(linear_in=FIRST, liveness="stored", piece_params=same_params),
 }

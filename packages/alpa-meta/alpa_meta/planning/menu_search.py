@@ -172,7 +172,8 @@ class MenuSearch:
         stages = []
         interleaves = stage_dp.SCHEDULE_RULES[plan.schedule].interleaves
         for stage, peak, alive in zip(plan.stages, plan.peak_bytes, plan.in_flight, strict=True):
-            activation = stage.activation_bytes if interleaves else 0.0
+            own = interleaves or self.num_slices > 1
+            activation = stage.activation_bytes if own else 0.0
             menu = self.menu.meshes[stage.mesh]
             candidate = StageCandidate(
                 layer_start=stage.layer_start,
@@ -202,7 +203,9 @@ class MenuSearch:
             in_flight=(1,) if plain else plan.in_flight,
         )
         if self.num_slices > 1:
-            return of_microbatches(found, self.num_slices, self.options)
+            groups = self.problem.device_groups
+            memory = [groups[s.candidate.submesh.host_group].memory for s in stages]
+            return of_microbatches(found, self.num_slices, self.options, memory)
         return found
 
 

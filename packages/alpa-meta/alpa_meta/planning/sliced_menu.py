@@ -1,9 +1,10 @@
 """The joint search for a step in token slices: by a menu of slices, and by one of whole sequences.
 
 A microbatch in S slices passes through the stages as S microbatches would of a share 1/S of its
-seconds and activations, all alive before the first goes back: those of the "gpipe" schedule. That
-is what is searched; slices are about as long as one another, which is what they are cut for. The
-chosen stages are then priced with the slices' own seconds, under every schedule they may run by.
+seconds and activations, all alive before the first goes back (`JointProblem.num_slices`). That is
+what is searched; slices are about as long as one another, which is what they are cut for. The
+chosen stages are then priced as microbatches of slices, under every schedule they may run by and
+have the memory for.
 
 Before a step is cut, rows of whole microbatches say what its slices would take: what a row takes
 per sample is shared by them, times what all slices do of the whole one's work, since each has the
@@ -12,7 +13,7 @@ keys up to its end only; what it takes for any microbatch, each of them takes. -
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from attrs import evolve, fields, has
@@ -23,7 +24,9 @@ from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerMenu, L
 from alpa_meta.options import Options
 from alpa_meta.types import Function, PyTree
 
-SEARCHED = ("gpipe",)
+_RUNNING = ("transient_bytes", "kept_bytes")
+SEARCHED = "1f1b"
+"""Where it is allowed: pipelines of slices take about as long under the others, and hold more."""
 
 
 def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
@@ -91,7 +94,8 @@ def _of_slices(
         menu=menu,
         batch_size=problem.batch_size * num_slices,
         counts=tuple(count * num_slices for count in problem.counts or ()) or None,
-        schedules=SEARCHED,
+        schedules=(SEARCHED,) if SEARCHED in problem.schedules else ("gpipe",),
+        num_slices=num_slices,
         boundary=price(problem.boundary),
         boundary_floor=price(problem.boundary_floor),
     )
@@ -102,7 +106,8 @@ def _each(whole: Affine, share: float) -> Affine:
 
 
 def _scaled(value: PyTree, share: float) -> PyTree:
-    """Return a value with all that is of one microbatch scaled, but its largest temporary."""
+    """Return a value with all that is of one microbatch scaled, but what only the one that runs
+    has: its largest temporary, and what its slices keep for one another."""
     if isinstance(value, Affine):
         return Affine(value.fixed * share, value.each * share)
     if isinstance(value, tuple):
@@ -110,14 +115,16 @@ def _scaled(value: PyTree, share: float) -> PyTree:
     if isinstance(value, Mapping):
         return {key: _scaled(one, share) for key, one in value.items()}
     if has(type(value)):
-        names = [one.name for one in fields(type(value)) if one.name != "transient_bytes"]
+        names = [one.name for one in fields(type(value)) if one.name not in _RUNNING]
         return evolve(value, **{name: _scaled(getattr(value, name), share) for name in names})
     return value
 
 
-def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> StagePlan:
+def of_microbatches(
+    plan: StagePlan, num_slices: int, options: Options, memory: Sequence[float]
+) -> StagePlan:
     """Return a plan of slices as one of the microbatches that they are of, under the best schedule
-    for it."""
+    for it that leaves each stage within its `memory`; if none does, the one that holds least."""
     count = plan.num_microbatches // num_slices
     alone = len(plan.stages) == 1  # which runs all slices as one program
     stages = tuple(
@@ -128,14 +135,16 @@ def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> Stage
     allowed = options.schedules
     if alone:
         allowed = ("1f1b",) if "1f1b" in allowed else allowed[:1]
-    seconds, name = min(
-        (stage_dp.step_seconds(chain, name), number, name)
-        for number, name in enumerate(allowed)
-        if not stage_dp.SCHEDULE_RULES[name].interleaves or options.schedule
-    )[::2]
-    in_flight = (1,) * len(chain)
-    if not stage_dp.SCHEDULE_RULES[name].interleaves:
-        in_flight = stage_dp.in_flight_counts(chain, name)
+    tried = []
+    for number, name in enumerate(allowed):
+        rule = stage_dp.SCHEDULE_RULES[name]
+        if rule.interleaves and not options.schedule:
+            continue
+        held = (1,) * len(chain) if rule.interleaves else stage_dp.in_flight_counts(chain, name)
+        peaks = tuple(stage_dp.peak_bytes(one, k) for one, k in zip(chain, held, strict=True))
+        over = max(max(need - room for need, room in zip(peaks, memory, strict=True)), 0.0)
+        tried.append((over, stage_dp.step_seconds(chain, name), number, name, held, peaks))
+    _, seconds, _, name, in_flight, peaks = min(tried)
     return evolve(
         plan,
         stages=stages,
@@ -143,6 +152,7 @@ def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> Stage
         schedule=name,
         step_seconds=seconds,
         lower_bound=min(plan.lower_bound, seconds),
+        peak_bytes=peaks,
         in_flight=in_flight,
     )
 
@@ -161,6 +171,7 @@ def _of_microbatch(
         forward_seconds=forward * num_slices,
         backward_seconds=backward * num_slices,
         backward_weight_seconds=late * num_slices,
+        activation_bytes=candidate.activation_bytes * num_slices,
         boundary_seconds=candidate.boundary_seconds * num_slices,
         token_slices=() if alone else (each,) * num_slices,
     )
