@@ -205,7 +205,21 @@ class MenuSearch:
         if self.num_slices > 1:
             groups = self.problem.device_groups
             memory = [groups[s.candidate.submesh.host_group].memory for s in stages]
-            return of_microbatches(found, self.num_slices, self.options, memory)
+            return of_microbatches(
+                found, self.num_slices, self.options, memory, self._split_seconds()
+            )
+        return found
+
+    def _split_seconds(self) -> list[float]:
+        """Return what a slice takes more on each stage where the backward pass is in two parts."""
+        menu, plan = self.problem.menu, self.plan
+        samples = self.problem.batch_size // plan.num_microbatches
+        found = []
+        for stage in plan.stages:
+            rows = menu.meshes[stage.mesh].rows
+            of = menu.class_of_layer[stage.layer_start : stage.layer_stop]
+            chosen = (rows[number][row] for number, row in zip(of, stage.rows, strict=True))
+            found.append(sum(row.split_seconds.value(samples) for row in chosen))
         return found
 
 

@@ -42,7 +42,7 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
     def shared(price: Function[Affine]) -> Function[Affine]:
         return lambda *place: cast(Affine, _scaled(price(*place), share))
 
-    sliced = _of_slices(problem, num_slices, _scaled(problem.menu, share), shared)
+    sliced = _in_parts(problem, num_slices, _scaled(problem.menu, share), shared)
     return evolve(sliced, floors_at=None if floors is None else floors_at)
 
 
@@ -82,10 +82,10 @@ def whole_in_slices(problem: JointProblem, num_slices: int, work: float) -> Join
         for mesh in problem.menu.meshes
     )
     menu = evolve(problem.menu, meshes=meshes)
-    return evolve(_of_slices(problem, num_slices, menu, sent), floors_at=None, proof=False)
+    return evolve(_in_parts(problem, num_slices, menu, sent), floors_at=None, proof=False)
 
 
-def _of_slices(
+def _in_parts(
     problem: JointProblem, num_slices: int, menu: LayerMenu, price: Function[Function[Affine]]
 ) -> JointProblem:
     """Return the problem with slices for microbatches: `price` makes that of a boundary theirs."""
@@ -121,17 +121,26 @@ def _scaled(value: PyTree, share: float) -> PyTree:
 
 
 def of_microbatches(
-    plan: StagePlan, num_slices: int, options: Options, memory: Sequence[float]
+    plan: StagePlan,
+    num_slices: int,
+    options: Options,
+    memory: Sequence[float],
+    split: Sequence[float],
 ) -> StagePlan:
     """Return a plan of slices as one of the microbatches that they are of, under the best schedule
-    for it that leaves each stage within its `memory`; if none does, the one that holds least."""
+    for it that leaves each stage within its `memory`; if none does, the one that lacks least.
+
+    `split` [stages]: seconds that a slice takes more where its backward pass is in two parts.
+    """
     count = plan.num_microbatches // num_slices
     alone = len(plan.stages) == 1  # which runs all slices as one program
-    stages = tuple(
-        evolve(stage, candidate=_of_microbatch(stage.candidate, num_slices, count, alone))
-        for stage in plan.stages
+    plain, in_parts = (
+        tuple(
+            evolve(stage, candidate=_of_microbatch(stage.candidate, num_slices, count, alone, one))
+            for stage, one in zip(plan.stages, more, strict=True)
+        )
+        for more in ((0.0,) * len(split), split)
     )
-    chain = [stage.candidate for stage in stages]
     allowed = options.schedules
     if alone:
         allowed = ("1f1b",) if "1f1b" in allowed else allowed[:1]
@@ -140,11 +149,13 @@ def of_microbatches(
         rule = stage_dp.SCHEDULE_RULES[name]
         if rule.interleaves and not options.schedule:
             continue
+        stages = in_parts if rule.splits_backward else plain
+        chain = [stage.candidate for stage in stages]
         held = (1,) * len(chain) if rule.interleaves else stage_dp.in_flight_counts(chain, name)
         peaks = tuple(stage_dp.peak_bytes(one, k) for one, k in zip(chain, held, strict=True))
         over = max(max(need - room for need, room in zip(peaks, memory, strict=True)), 0.0)
-        tried.append((over, stage_dp.step_seconds(chain, name), number, name, held, peaks))
-    _, seconds, _, name, in_flight, peaks = min(tried)
+        tried.append((over, stage_dp.step_seconds(chain, name), number, name, held, peaks, stages))
+    _, seconds, _, name, in_flight, peaks, stages = min(tried, key=lambda one: one[:3])
     return evolve(
         plan,
         stages=stages,
@@ -158,9 +169,9 @@ def of_microbatches(
 
 
 def _of_microbatch(
-    candidate: StageCandidate, num_slices: int, count: int, alone: bool
+    candidate: StageCandidate, num_slices: int, count: int, alone: bool, split: float
 ) -> StageCandidate:
-    forward, backward = candidate.forward_seconds, candidate.backward_seconds
+    forward, backward = candidate.forward_seconds, candidate.backward_seconds + split
     late = candidate.backward_weight_seconds
     each = TokenSlice(
         tokens=1, forward_seconds=forward, backward_seconds=backward, backward_weight_seconds=late
