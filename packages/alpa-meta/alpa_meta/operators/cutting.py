@@ -129,7 +129,7 @@ def _run_alone(call: LocalCall, across: list[int]) -> list[Array]:
         (value, *_), moving = call.operands, _moving_dims(call.eqn)
         for d, size in enumerate(value.shape):
             if d not in moving or call.operand_axes(0, d):
-                stops[d] = size
+                starts[d], stops[d] = min(starts[d], size), size
             if d in across:
                 starts[d] = 0
         return call.bind(start_indices=tuple(starts), limit_indices=tuple(stops))
