@@ -72,6 +72,8 @@ class LayerRow:
     # All that one more microbatch keeps whose backward by weight waits: of its activations what
     # only the backward by input reads is gone. None: all activations are kept.
     waiting_bytes: Affine | None = None
+    # Of the microbatch that runs: what its token slices keep for one another beside activations.
+    kept_bytes: Affine = NOTHING
     transient_bytes: Affine = NOTHING  # largest temporary; the largest of a stage counts
     batch_split: int = field(default=1, validator=positive)  # divides a microbatch's samples
     layout_in: int = field(default=0, validator=non_negative)
@@ -262,11 +264,19 @@ class JointProblem:
         "zero-bubble-h1",
     )
     num_stages: int | None = None  # None: free
+    # Token slices of what schedules order as a microbatch: `batch_size` samples, counts and rows
+    # are of slices, which pass through the stages one by one.
+    num_slices: int = field(default=1, validator=positive)
     use_all_devices: bool = False  # True: a plan that leaves devices idle is not allowed
     proof: bool = True  # False: a quick search; its bound is valid, but far from the best one
     deadline_seconds: float | None = None  # None: limits are counts of work, and plans repeatable
 
     def __attrs_post_init__(self) -> None:
+        if self.batch_size % self.num_slices:
+            raise ValueError(
+                f"JointProblem.num_slices must divide batch_size={self.batch_size}, got "
+                f"{self.num_slices}"
+            )
         wrong = [n for n in self.counts or () if n < 1 or self.batch_size % n]
         if wrong:
             raise ValueError(

@@ -38,7 +38,7 @@ from stage_dp.joint_plan import plan_of
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import FEW_LAYERS, AskedFloors, MenuTable, Sequences
-from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
+from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule, rule_in_slices
 from stage_dp.setting_bounds import Setting, SettingBounds
 
 # Of the least mean work of all devices: seconds up to which pipelines are looked at before there is
@@ -203,7 +203,7 @@ class _Search:
         result = []
         alike = False
         for name in self.problem.schedules:
-            rule = SCHEDULE_RULES[name]
+            rule = rule_in_slices(SCHEDULE_RULES[name], self.problem.num_slices)
             single = costs.table.num_microbatches == 1 and not rule.splits_backward
             if single and alike:
                 continue

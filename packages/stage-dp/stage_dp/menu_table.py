@@ -230,7 +230,7 @@ def _columns(row: LayerRow, samples: int) -> list[float]:
         weight,
         row.split_seconds.value(samples),
         row.step_seconds,
-        row.state_bytes,
+        row.state_bytes + row.kept_bytes.value(samples),
         row.activation_bytes.value(samples),
         row.delayed_bytes.value(samples),
         row.waiting(samples),

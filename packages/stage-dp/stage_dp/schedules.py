@@ -100,7 +100,7 @@ class ScheduleRule:
     @property
     def all_first(self) -> bool:
         """Return whether all forwards come before the backwards."""
-        return self.least_at(1, 2) == 2
+        return self.least_at(1, 1 << 20) == 1 << 20
 
     def least_at(self, place: int, num_microbatches: int) -> int:
         """Return the least microbatches in flight on a stage; the last stage is at place 1."""
@@ -156,6 +156,20 @@ SCHEDULE_RULES: Mapping[str, ScheduleRule] = MappingProxyType(
     }
 )
 SCHEDULES = tuple(SCHEDULE_RULES)
+
+
+def rule_in_slices(rule: ScheduleRule, num_slices: int) -> ScheduleRule:
+    """Return the rule of a schedule for token slices counted as microbatches: `num_slices` of them
+    are in flight for each microbatch, and transfers of one are hidden by the next."""
+    in_flight = rule.in_flight
+    if num_slices == 1 or in_flight is None:
+        return rule
+
+    def slices(n: int, m: int) -> tuple[int, ...]:
+        return tuple(num_slices * k for k in in_flight(n, m // num_slices))
+
+    pace = SCHEDULE_RULES["gpipe"].pace
+    return evolve(rule, in_flight=slices, pace=pace, held=num_slices * rule.held)
 
 
 @frozen(kw_only=True)

@@ -253,3 +253,30 @@ def test_microbatches_that_wait_for_their_backward_by_weight_keep_less(waiting, 
     assert plan.in_flight == in_flight
     assert plan.peak_bytes == (4.5, 3.5 if waiting is None else 4.0)
     assert plan.lower_bound == pytest.approx(plan.step_seconds)
+
+
+def test_slices_of_as_many_microbatches_are_alive_as_the_schedule_says():
+    row = LayerRow(
+        forward=Affine(0.0, 1.0),
+        backward_input=Affine(0.0, 2.0),
+        activation_bytes=Affine(0.0, 1.0),
+        kept_bytes=Affine(0.0, 0.5),
+    )
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1), logical=logical(1), rows=((row,),)
+    )
+    problem = JointProblem(
+        menu=LayerMenu(class_of_layer=(0, 0), meshes=(mesh,)),
+        batch_size=32,  # slices: of 8 microbatches four each
+        counts=(32,),
+        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=8.5),),
+        schedules=("1f1b",),
+        num_stages=2,
+        num_slices=4,
+    )
+    plan = solve_joint(problem)
+    assert plan.in_flight == (8, 4)
+    assert plan.peak_bytes == (8.5, 4.5)
+    assert plan.step_seconds == 32 * 3 + 3
+    with pytest.raises(InfeasibleError):
+        solve_joint(evolve(problem, schedules=("gpipe",)))

@@ -42,6 +42,7 @@ from alpa_meta.pinning import Pin, pin_marks, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
 from alpa_meta.token_slices.places import Slices
+from alpa_meta.token_slices.staged import slice_numbers
 from alpa_meta.types import Floats, Spec
 from cost_model import CostModel
 
@@ -99,8 +100,12 @@ class Outlook:
         for known in self._scopes.setdefault(apart, []):
             if known.eqns.pins == pins:
                 return known
-        window = self.window
-        found = stage_scope(self.program, window.staging, 0, 1, pins, apart=apart, window=window)
+        window, program = self.window, self.program
+        sliced = apart and program.slices is not None  # one program runs all slices
+        slices = slice_numbers(program, window.staging) if sliced else ()
+        found = stage_scope(
+            program, window.staging, 0, 1, pins, apart=apart, window=window, slices=slices
+        )
         self._scopes[apart].append(found)
         return found
 

@@ -20,6 +20,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem
 from alpa_meta.inter_op.held_bytes import HeldBytes
+from alpa_meta.inter_op.kept_between import Between, between_of
 from alpa_meta.inter_op.redone_program import delayed_at, waiting_at
 from alpa_meta.inter_op.redone_seconds import RedoneSeconds, SplitSeconds, least_seconds
 from alpa_meta.inter_op.scope_facts import HELD, Redone, facts_of_scope, redone_of
@@ -94,6 +95,7 @@ class LayerCosts:
         self._kinds: dict[str, Recomputed] = {}
         self._redone: dict[str, RedoneSeconds] = {}
         self._split: dict[str, SplitSeconds] = {}
+        self._kept_between: dict[str, Between | None] = {}
         self._least_more: dict[tuple[str, str, int], Floats] = {}
         self._window, self._sharing = window, sharing or num_layers
         self.held = {
@@ -159,6 +161,10 @@ class LayerCosts:
             held["delayed"] = of_kind.delayed.by_layer(choice, size, count)
             held["waiting"] = of_kind.waiting.by_layer(choice, size, count)
             working = working + self.alive(of_kind.redone, of_kind.made.under(choice, size))
+        between, kept = self._between(kind), np.zeros(count)
+        if between is not None:
+            kept = between.beyond(choice, size, count)
+            working = np.maximum(working - between.alive(choice, size), 0.0)
         back = self._back
         activations = held["activations"][back]
         if kind == "none" and not facts.scope.eqns.kept:
@@ -178,6 +184,7 @@ class LayerCosts:
             activations,
             held["delayed"][back],
             held["waiting"][back],
+            kept[back],
             self._transient(working, held["activations"])[back],
             self.floors(),
             selection.memory.peak_of(usage),
@@ -449,6 +456,11 @@ class LayerCosts:
             )
             self._kinds[kind] = Recomputed(redone, *held)
         return self._kinds[kind]
+
+    def _between(self, kind: str) -> Between | None:
+        if kind not in self._kept_between:
+            self._kept_between[kind] = between_of(self.selection, self._sizes, kind)
+        return self._kept_between[kind]
 
     def _split_seconds(self, kind: str) -> SplitSeconds:
         if kind not in self._split:

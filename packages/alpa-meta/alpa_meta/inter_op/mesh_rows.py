@@ -218,7 +218,8 @@ class MeshRows:
         def at(sized: Sized) -> float:
             costs = problem.under(choice, kind, sized)
             held = float(costs.state.sum() + costs.gradients.sum()) * share
-            return held + float(costs.activations.sum()) + float(costs.transient.max())
+            kept = float(costs.activations.sum() + costs.kept.sum())
+            return held + kept + float(costs.transient.max())
 
         here, there = line_ends(problem.sizes, problem.split(choice))
         if here is there:
@@ -258,6 +259,7 @@ class MeshRows:
                 split_seconds=line.affine("split"),
                 delayed_bytes=line.affine("delayed"),
                 waiting_bytes=line.affine("waiting"),
+                kept_bytes=line.affine("kept"),
                 transient_bytes=line.affine("transient"),
                 batch_split=split,
                 layout_in=at[before[forth]] if forth in before else self._nothing(),

@@ -54,6 +54,6 @@ def _values(row: LayerRow, *sizes: int) -> tuple[Floats, Floats]:
     backward = [row.backward_input.value(s) + row.backward_weight.value(s) for s in sizes]
     seconds = [*(row.forward.value(s) for s in sizes), *backward, row.step_seconds]
     seconds += [row.split_seconds.value(s) for s in sizes]
-    lines = (row.activation_bytes, row.delayed_bytes, row.transient_bytes)
+    lines = (row.activation_bytes, row.delayed_bytes, row.kept_bytes, row.transient_bytes)
     bytes = [*(line.value(s) for line in lines for s in sizes), *(row.waiting(s) for s in sizes)]
     return np.array(seconds), np.array([row.state_bytes, *bytes])

@@ -8,7 +8,8 @@ The stacked values of a cut scan (`stacks`) exist in pieces only: state comes in
 pieces, operations that pass dim 0 through run once per piece, and those that reduce it combine the
 pieces' results. Anything else reads the pieces joined, and a piece of a whole value is a slice of
 it. Forward operations on a piece stand next to its scan, so that a cut between layers finds them on
-its side.
+its side. So do the forward scans of the token slices: the pieces of all slices that do the same
+layers stand together.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.leaves import Leaf, Part
 from alpa_meta.step.phases import Phases
 from alpa_meta.step.program import Program
+from alpa_meta.token_slices.staged import slice_number
 from alpa_meta.types import Function
 
 _COMBINE: dict[str, Function[jax.Array]] = {
@@ -117,6 +119,7 @@ class _Cutter:
         self.sliced: dict[Atom, list[Var]] = {}  # pieces cut from whole values
         self.joined: dict[tuple[Atom, str], Var] = {}  # pieces put together, by phase
         self.home: dict[Var, tuple[int, str]] = {}  # equation and phase that made a value
+        self.beside = self._beside()
 
     def cut(self) -> CutProgram:
         jaxpr, program = self.program.jaxpr, self.program
@@ -182,14 +185,47 @@ class _Cutter:
             output_parts=tuple(part for _, _, _, part in outputs),
             whole=None,  # its layers are those of the pieces
             origin={},
+            slice_of=self._slice_of(),
         )
         origins = tuple(entry.origin for entry in entries)
         return CutProgram(made, origins, program, self.stacks, self.bounds)
 
+    # ------------------------------------------------------------------ token slices
+
+    def _beside(self) -> dict[int, int]:
+        """Return, for the forward scans of the slices of one scan, the number of the last."""
+        program, runs = self.program, list[list[int]]()
+        before: tuple[object, int] = (None, 0)
+        for number, (eqn, phase) in enumerate(
+            zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
+        ):
+            if phase == "forward" and self._is_cut(eqn):
+                spans, of = self.spans[stacked_inputs(eqn)[0]], slice_number(program, eqn)
+                if of is None or before[0] is not spans or of <= before[1]:
+                    runs.append([])
+                runs[-1].append(number)
+                before = spans, of or 0
+        return {number: run[-1] for run in runs for number in run}
+
+    def _slice_of(self) -> dict[Var, int]:
+        """Return of which slice each value is; joins of pieces, and pieces of whole values, are of
+        those that read them."""
+        program = self.program
+        numbers = [slice_number(program, eqn) for eqn in program.jaxpr.eqns]
+        found: dict[Var, int] = {}
+        for entry in self.entries:
+            of = None if entry.origin.role in ("join", "slice") else numbers[entry.origin.eqn]
+            if of is not None:
+                found.update((var, of) for var in entry.eqn.outvars if not is_drop(var))
+        return found
+
     # ------------------------------------------------------------------ equations
 
+    def _is_cut(self, eqn: JaxprEqn) -> bool:
+        return is_cuttable(eqn) and stacked_inputs(eqn)[0] in self.spans
+
     def _equation(self, number: int, eqn: JaxprEqn, phase: str) -> None:
-        if is_cuttable(eqn) and stacked_inputs(eqn)[0] in self.spans:
+        if self._is_cut(eqn):
             self._scan(number, eqn, phase)
             return
         passage = self._passage(eqn)
@@ -284,7 +320,8 @@ class _Cutter:
     def _add(
         self, eqn: JaxprEqn, phase: str, origin: Origin, place: int = 0, movable: bool = False
     ) -> None:
-        key = (origin.eqn, place, origin.eqn, len(self.entries))
+        beside = self.beside.get(origin.eqn, origin.eqn) if origin.role == "piece" else origin.eqn
+        key = (beside, place, origin.eqn, len(self.entries))
         self.entries.append(_Entry(eqn, phase, origin, key, movable and phase == "forward"))
 
     # ------------------------------------------------------------------ values
@@ -347,7 +384,7 @@ def _moved(entries: Sequence[_Entry]) -> list[_Entry]:
     """Return the entries with movable ones placed next to the scan they serve.
 
     One that follows a piece of a scan stands right after it; one that precedes a piece stands right
-    before its first reader.
+    before its first reader. None stands before what it reads.
     """
     early: dict[Var, tuple[int, int]] = {}
     follows: set[Var] = set()
@@ -375,7 +412,12 @@ def _moved(entries: Sequence[_Entry]) -> list[_Entry]:
         for atom in entry.eqn.invars:
             if not isinstance(atom, Literal):
                 first_reader[atom] = min(prefix, first_reader.get(atom, prefix))
-    return [
-        evolve(entry, key=(*placed[number], *entry.key[2:])) if number in placed else entry
-        for number, entry in enumerate(entries)
-    ]
+    made: dict[Var, tuple[int, int]] = {}
+    moved = []
+    for number, entry in enumerate(entries):
+        prefix = placed.get(number, entry.key[:2])
+        after = [made[a] for a in entry.eqn.invars if not isinstance(a, Literal) and a in made]
+        prefix = max(prefix, *after) if after else prefix
+        made.update((var, prefix) for var in entry.eqn.outvars)
+        moved.append(evolve(entry, key=(*prefix, *entry.key[2:])))
+    return moved

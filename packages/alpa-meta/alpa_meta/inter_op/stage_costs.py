@@ -24,6 +24,7 @@ class StageCosts:
     activations: Floats  # of one microbatch
     delayed: Floats  # what one microbatch keeps besides for a delayed backward by weight
     waiting: Floats  # all that it keeps while that waits
+    kept: Floats  # what one microbatch keeps between the programs of its slices beyond all these
     transient: Floats  # most temporaries at a time
     floor: Floats  # [layers, 2] least seconds: microbatches, update
     peak: Peak  # of all layers together

@@ -62,6 +62,7 @@ def stage_scope(
     members = list(staging.positions.get(stage, []))
     if slices:
         members.sort(key=lambda k: _task(staging, slices, k))
+        window = window and window.ordered(members)
     eqns = [staging.eqns[k] for k in members]
     phases = [staging.phases[k] for k in members]
     layers = [staging.layers[k] for k in members]

@@ -44,6 +44,15 @@ class Window:
     layer_of: tuple[tuple[int, int], ...]
     classes: tuple[int, ...]  # of each layer of the program
 
+    def ordered(self, order: Sequence[int]) -> Window:
+        """Return the window as its equations count in another order, positions of its own."""
+        return evolve(
+            self,
+            keys=tuple(self.keys[k] for k in order),
+            times=tuple(self.times[k] for k in order),
+            reads={place: self.reads[k] for place, k in enumerate(order) if k in self.reads},
+        )
+
 
 class UnlikeCopiesError(Exception):
     """The copies of a repeated unit that a short program kept are not alike at this size."""

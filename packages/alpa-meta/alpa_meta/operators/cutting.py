@@ -31,6 +31,7 @@ from alpa_meta.operators.operator import (
     jointly,
     operand_shapes,
     result_shapes,
+    same_params,
 )
 from alpa_meta.operators.work import copied_results, nothing
 from alpa_meta.types import Params
@@ -128,7 +129,7 @@ def _run_alone(call: LocalCall, across: list[int]) -> list[Array]:
         (value, *_), moving = call.operands, _moving_dims(call.eqn)
         for d, size in enumerate(value.shape):
             if d not in moving or call.operand_axes(0, d):
-                stops[d] = size
+                starts[d], stops[d] = min(starts[d], size), size
             if d in across:
                 starts[d] = 0
         return call.bind(start_indices=tuple(starts), limit_indices=tuple(stops))
@@ -285,8 +286,8 @@ OPERATORS = {
         bytes=copied_results,
         piece_params=_sliced_piece,
     ),
-    "pad": _cut(linear_in=jointly, apart=True),
-    "rev": _cut(linear_in=FIRST, order_survives=always),
-    "concatenate": _cut(linear_in=jointly, apart=True),
-    "split": _cut(linear_in=FIRST, liveness="stored"),
+    "pad": _cut(linear_in=jointly, apart=True, piece_params=same_params),
+    "rev": _cut(linear_in=FIRST, order_survives=always, piece_params=same_params),
+    "concatenate": _cut(linear_in=jointly, apart=True, piece_params=same_params),
+    "split": _cut(linear_in=FIRST, liveness="stored", piece_params=same_params),
 }

@@ -172,7 +172,8 @@ class MenuSearch:
         stages = []
         interleaves = stage_dp.SCHEDULE_RULES[plan.schedule].interleaves
         for stage, peak, alive in zip(plan.stages, plan.peak_bytes, plan.in_flight, strict=True):
-            activation = stage.activation_bytes if interleaves else 0.0
+            own = interleaves or self.num_slices > 1
+            activation = stage.activation_bytes if own else 0.0
             menu = self.menu.meshes[stage.mesh]
             candidate = StageCandidate(
                 layer_start=stage.layer_start,
@@ -202,7 +203,23 @@ class MenuSearch:
             in_flight=(1,) if plain else plan.in_flight,
         )
         if self.num_slices > 1:
-            return of_microbatches(found, self.num_slices, self.options)
+            groups = self.problem.device_groups
+            memory = [groups[s.candidate.submesh.host_group].memory for s in stages]
+            return of_microbatches(
+                found, self.num_slices, self.options, memory, self._split_seconds()
+            )
+        return found
+
+    def _split_seconds(self) -> list[float]:
+        """Return what a slice takes more on each stage where the backward pass is in two parts."""
+        menu, plan = self.problem.menu, self.plan
+        samples = self.problem.batch_size // plan.num_microbatches
+        found = []
+        for stage in plan.stages:
+            rows = menu.meshes[stage.mesh].rows
+            of = menu.class_of_layer[stage.layer_start : stage.layer_stop]
+            chosen = (rows[number][row] for number, row in zip(of, stage.rows, strict=True))
+            found.append(sum(row.split_seconds.value(samples) for row in chosen))
         return found
 
 

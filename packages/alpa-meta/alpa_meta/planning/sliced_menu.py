@@ -1,9 +1,10 @@
 """The joint search for a step in token slices: by a menu of slices, and by one of whole sequences.
 
 A microbatch in S slices passes through the stages as S microbatches would of a share 1/S of its
-seconds and activations, all alive before the first goes back: those of the "gpipe" schedule. That
-is what is searched; slices are about as long as one another, which is what they are cut for. The
-chosen stages are then priced with the slices' own seconds, under every schedule they may run by.
+seconds and activations, all alive before the first goes back (`JointProblem.num_slices`). That is
+what is searched; slices are about as long as one another, which is what they are cut for. The
+chosen stages are then priced as microbatches of slices, under every schedule they may run by and
+have the memory for.
 
 Before a step is cut, rows of whole microbatches say what its slices would take: what a row takes
 per sample is shared by them, times what all slices do of the whole one's work, since each has the
@@ -12,7 +13,7 @@ keys up to its end only; what it takes for any microbatch, each of them takes. -
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from attrs import evolve, fields, has
@@ -23,7 +24,9 @@ from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerMenu, L
 from alpa_meta.options import Options
 from alpa_meta.types import Function, PyTree
 
-SEARCHED = ("gpipe",)
+_RUNNING = ("transient_bytes", "kept_bytes")
+SEARCHED = "1f1b"
+"""Where it is allowed: pipelines of slices take about as long under the others, and hold more."""
 
 
 def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
@@ -39,7 +42,7 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
     def shared(price: Function[Affine]) -> Function[Affine]:
         return lambda *place: cast(Affine, _scaled(price(*place), share))
 
-    sliced = _of_slices(problem, num_slices, _scaled(problem.menu, share), shared)
+    sliced = _in_parts(problem, num_slices, _scaled(problem.menu, share), shared)
     return evolve(sliced, floors_at=None if floors is None else floors_at)
 
 
@@ -79,10 +82,10 @@ def whole_in_slices(problem: JointProblem, num_slices: int, work: float) -> Join
         for mesh in problem.menu.meshes
     )
     menu = evolve(problem.menu, meshes=meshes)
-    return evolve(_of_slices(problem, num_slices, menu, sent), floors_at=None, proof=False)
+    return evolve(_in_parts(problem, num_slices, menu, sent), floors_at=None, proof=False)
 
 
-def _of_slices(
+def _in_parts(
     problem: JointProblem, num_slices: int, menu: LayerMenu, price: Function[Function[Affine]]
 ) -> JointProblem:
     """Return the problem with slices for microbatches: `price` makes that of a boundary theirs."""
@@ -91,7 +94,8 @@ def _of_slices(
         menu=menu,
         batch_size=problem.batch_size * num_slices,
         counts=tuple(count * num_slices for count in problem.counts or ()) or None,
-        schedules=SEARCHED,
+        schedules=(SEARCHED,) if SEARCHED in problem.schedules else ("gpipe",),
+        num_slices=num_slices,
         boundary=price(problem.boundary),
         boundary_floor=price(problem.boundary_floor),
     )
@@ -102,7 +106,8 @@ def _each(whole: Affine, share: float) -> Affine:
 
 
 def _scaled(value: PyTree, share: float) -> PyTree:
-    """Return a value with all that is of one microbatch scaled, but its largest temporary."""
+    """Return a value with all that is of one microbatch scaled, but what only the one that runs
+    has: its largest temporary, and what its slices keep for one another."""
     if isinstance(value, Affine):
         return Affine(value.fixed * share, value.each * share)
     if isinstance(value, tuple):
@@ -110,32 +115,47 @@ def _scaled(value: PyTree, share: float) -> PyTree:
     if isinstance(value, Mapping):
         return {key: _scaled(one, share) for key, one in value.items()}
     if has(type(value)):
-        names = [one.name for one in fields(type(value)) if one.name != "transient_bytes"]
+        names = [one.name for one in fields(type(value)) if one.name not in _RUNNING]
         return evolve(value, **{name: _scaled(getattr(value, name), share) for name in names})
     return value
 
 
-def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> StagePlan:
+def of_microbatches(
+    plan: StagePlan,
+    num_slices: int,
+    options: Options,
+    memory: Sequence[float],
+    split: Sequence[float],
+) -> StagePlan:
     """Return a plan of slices as one of the microbatches that they are of, under the best schedule
-    for it."""
+    for it that leaves each stage within its `memory`; if none does, the one that lacks least.
+
+    `split` [stages]: seconds that a slice takes more where its backward pass is in two parts.
+    """
     count = plan.num_microbatches // num_slices
     alone = len(plan.stages) == 1  # which runs all slices as one program
-    stages = tuple(
-        evolve(stage, candidate=_of_microbatch(stage.candidate, num_slices, count, alone))
-        for stage in plan.stages
+    plain, in_parts = (
+        tuple(
+            evolve(stage, candidate=_of_microbatch(stage.candidate, num_slices, count, alone, one))
+            for stage, one in zip(plan.stages, more, strict=True)
+        )
+        for more in ((0.0,) * len(split), split)
     )
-    chain = [stage.candidate for stage in stages]
     allowed = options.schedules
     if alone:
         allowed = ("1f1b",) if "1f1b" in allowed else allowed[:1]
-    seconds, name = min(
-        (stage_dp.step_seconds(chain, name), number, name)
-        for number, name in enumerate(allowed)
-        if not stage_dp.SCHEDULE_RULES[name].interleaves or options.schedule
-    )[::2]
-    in_flight = (1,) * len(chain)
-    if not stage_dp.SCHEDULE_RULES[name].interleaves:
-        in_flight = stage_dp.in_flight_counts(chain, name)
+    tried = []
+    for number, name in enumerate(allowed):
+        rule = stage_dp.SCHEDULE_RULES[name]
+        if rule.interleaves and not options.schedule:
+            continue
+        stages = in_parts if rule.splits_backward else plain
+        chain = [stage.candidate for stage in stages]
+        held = (1,) * len(chain) if rule.interleaves else stage_dp.in_flight_counts(chain, name)
+        peaks = tuple(stage_dp.peak_bytes(one, k) for one, k in zip(chain, held, strict=True))
+        over = max(max(need - room for need, room in zip(peaks, memory, strict=True)), 0.0)
+        tried.append((over, stage_dp.step_seconds(chain, name), number, name, held, peaks, stages))
+    _, seconds, _, name, in_flight, peaks, stages = min(tried, key=lambda one: one[:3])
     return evolve(
         plan,
         stages=stages,
@@ -143,14 +163,15 @@ def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> Stage
         schedule=name,
         step_seconds=seconds,
         lower_bound=min(plan.lower_bound, seconds),
+        peak_bytes=peaks,
         in_flight=in_flight,
     )
 
 
 def _of_microbatch(
-    candidate: StageCandidate, num_slices: int, count: int, alone: bool
+    candidate: StageCandidate, num_slices: int, count: int, alone: bool, split: float
 ) -> StageCandidate:
-    forward, backward = candidate.forward_seconds, candidate.backward_seconds
+    forward, backward = candidate.forward_seconds, candidate.backward_seconds + split
     late = candidate.backward_weight_seconds
     each = TokenSlice(
         tokens=1, forward_seconds=forward, backward_seconds=backward, backward_weight_seconds=late
@@ -161,6 +182,7 @@ def _of_microbatch(
         forward_seconds=forward * num_slices,
         backward_seconds=backward * num_slices,
         backward_weight_seconds=late * num_slices,
+        activation_bytes=candidate.activation_bytes * num_slices,
         boundary_seconds=candidate.boundary_seconds * num_slices,
         token_slices=() if alone else (each,) * num_slices,
     )

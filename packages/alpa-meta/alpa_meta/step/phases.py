@@ -23,7 +23,7 @@ gradients depend on is forward or backward.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -38,6 +38,7 @@ from alpa_meta.compat import (
     is_drop,
     name_stack,
     open_jaxpr,
+    shape_of,
     subjaxprs,
 )
 from alpa_meta.errors import PlanError
@@ -80,8 +81,16 @@ class Phases:
     recognised_by: str
 
 
-def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> Phases:
-    """Return the phase of each equation; PlanError if the step computes no gradient."""
+def classify(
+    eqns: Sequence[JaxprEqn],
+    placements: Mapping[Var, Placement],
+    example: Collection[Var] = (),
+) -> Phases:
+    """Return the phase of each equation; PlanError if the step computes no gradient.
+
+    `example` are the inputs that hold a batch's only example, whose dim nothing can follow: arrays
+    that come from it before any gradient is known are the example's.
+    """
     marked = [k for k, eqn in enumerate(eqns) if eqn.primitive is gradient_marker]
     tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn, _OUTERMOST)}
     if not tagged:  # of nothing but derivatives of gradients
@@ -110,8 +119,10 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
     ancestors = _ancestors(eqns, producer, gradients | examples - after)
     ancestors |= _ancestors(eqns, producer, examples & after) - after
     phases: list[str] = []
+    of_example = set(example)
     for k, eqn in enumerate(eqns):
         sources = {phases[one] for one in _sources(eqn, producer)}
+        alone = any(atom in of_example for atom in eqn.invars if isinstance(atom, Var))
         inside = k in ancestors or k in tagged and not marked
         if k in last:
             phases.append("update")
@@ -119,8 +130,12 @@ def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> P
             phases.append("backward")
         elif inside or _per_example(eqn, placements) and "update" not in sources:
             phases.append("backward" if "backward" in sources else "forward")
+        elif alone and sources <= {"forward"}:
+            phases.append("forward")
         else:
             phases.append("update")
+        if alone and phases[-1] == "forward":
+            of_example.update(var for var in eqn.outvars if not is_drop(var) and shape_of(var))
     return Phases(tuple(phases), "marker" if marked else "name stack")
 
 

@@ -4,6 +4,7 @@ microbatches hold its values."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax
@@ -391,9 +392,10 @@ def _examples(step: Step) -> list[Placement | None]:
 
 def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
     placements = example_dims(closed, _examples(step))
-    phases = classify(open_jaxpr(closed).eqns, placements)
+    jaxpr, inputs = open_jaxpr(closed), step.leaves
+    only = step._batch if step.batch_size == 1 else ()
+    phases = classify(jaxpr.eqns, placements, list(itertools.compress(jaxpr.invars, only)))
     flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "classified")
-    inputs = step.leaves
     if step.offloads:
         flat = update_by_array(flat)
         kept = moments(flat, inputs)

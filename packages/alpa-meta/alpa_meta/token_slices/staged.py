@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.step.program import Program
+
+
+def slice_number(program: Program, eqn: JaxprEqn) -> int | None:
+    """Return the slice that an equation of a program is said to be of; None of what was added."""
+    made = (program.origin.get(var, var) for var in eqn.outvars if not is_drop(var))
+    return next((program.slice_of[var] for var in made if var in program.slice_of), None)
 
 
 def slice_numbers(program: Program, staging: Staging | Layering) -> tuple[int, ...]:
@@ -21,9 +27,7 @@ def slice_numbers(program: Program, staging: Staging | Layering) -> tuple[int, .
     sweeps = [{"forward": 1, "backward": -1}.get(phase, 0) for phase in staging.phases]
     found: list[int | None] = []
     for eqn, sweep in zip(staging.eqns, sweeps, strict=True):
-        made = (program.origin.get(var, var) for var in eqn.outvars if not is_drop(var))
-        of = next((program.slice_of[var] for var in made if var in program.slice_of), None)
-        found.append(of if sweep else 0)
+        found.append(slice_number(program, eqn) if sweep else 0)
     first_reader: dict[tuple[Var, int], int] = {}
     for k in range(len(found) - 1, -1, -1):
         eqn, sweep = staging.eqns[k], sweeps[k]

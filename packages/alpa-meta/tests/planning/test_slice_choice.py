@@ -1,3 +1,5 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attrs import evolve
@@ -8,7 +10,7 @@ from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, Mes
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from alpa_meta.corpus import published
-from alpa_meta.planning import planner, slice_choice
+from alpa_meta.planning import finished_search, planner, slice_choice
 from alpa_meta.planning.sliced_menu import whole_in_slices
 from alpa_meta.token_slices.places import Slices
 
@@ -84,6 +86,57 @@ def test_one_sequence_on_many_stages_is_cut_into_slices():
     assert len(plan.program.token_slices) > 1 and sum(plan.program.token_slices) == 2048
     assert plan.step_seconds == sliced.plan.step_seconds < 0.9 * whole.plan.step_seconds
     assert plan.lower_bound <= plan.step_seconds
+
+
+def decoder(batch, tokens=512, width=256, heads=4, layers=8):
+    """Return the step of a small decoder, its state and a batch, as shapes."""
+
+    def loss(params, given):
+        x = params["embed"][given[:, :-1]]
+        for layer in params["layers"]:
+            q, k, v = (
+                part.reshape(*x.shape[:2], heads, -1) for part in jnp.split(x @ layer["qkv"], 3, -1)
+            )
+            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        scores = jax.nn.log_softmax(x @ params["embed"].T)
+        return -jnp.take_along_axis(scores, given[:, 1:, None], -1).mean()
+
+    def step(params, given):
+        value, found = jax.value_and_grad(loss)(params, given)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, found), value
+
+    def made(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    sizes = {"qkv": (width, 3 * width), "up": (width, 4 * width), "down": (4 * width, width)}
+    layer = {name: made(*size) for name, size in sizes.items()}
+    params = {"embed": made(512, width), "layers": [layer] * layers}
+    return step, params, jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "slices", "recompute"), [(1, 4, "none"), (4, 2, "none"), (1, 8, "full")]
+)
+def test_the_search_counts_what_slices_keep_for_one_another(batch, slices, recompute):
+    """Keys that are made once more, gradients of keys, sums of weights' gradients; and as many
+    microbatches as 1F1B has in flight, not all."""
+    found, solve = [], finished_search.Finish._solved
+    step, params, given = decoder(batch)
+    options = {"num_microbatches": batch, "num_token_slices": slices, "recompute": recompute}
+
+    def noted(finish, search):
+        found.append(search.stage_plan().peak_bytes)
+        return solve(finish, search)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finished_search.Finish, "_solved", noted)
+        parallel = alpa.parallelize(
+            step, cluster="p3.16xlarge:2", cache=False, num_stages=2, schedule="1f1b", **options
+        )
+        plan = parallel.plan_for(params, given)
+    (searched,) = found
+    assert searched == pytest.approx(plan.stage_plan.peak_bytes, rel=0.08)
 
 
 def test_slices_that_the_menu_predicts_to_be_slower_are_not_planned():

@@ -60,6 +60,23 @@ def test_a_metric_on_the_examples_beside_the_loss_is_forward():
     assert "argmax" in table["forward"]
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_a_loss_alone_is_computed_from_is_forward_however_many_examples_there_are(batch):
+    def step(weight, given):
+        def loss(weight):
+            made = given @ weight
+            return jnp.mean(made**2), jnp.mean(jnp.cos(made))
+
+        gradient, beside = jax.grad(loss, has_aux=True)(weight)
+        return weight - gradient, beside
+
+    shape = jax.ShapeDtypeStruct
+    args = (shape((4, 4), jnp.float32), shape((batch, 8, 4), jnp.float32))
+    found = phases_by_primitive(Step(step, args).program(1))
+    assert "cos" in found["forward"]
+    assert "div" in found["update"]  # the mean, of a sum over all examples
+
+
 def test_a_step_without_a_gradient_is_refused():
     with pytest.raises(PlanError, match="none of its .* operations comes from jax.grad"):
         program(lambda weight, batch: weight - loss(weight, batch))

@@ -239,3 +239,17 @@ def test_a_step_whose_batch_has_no_tokens_is_refused():
     traced = program(step, (jnp.ones((6, 2)), jnp.ones((4, 6))))
     with pytest.raises(SlicingError, match="none of its operators"):
         cut(traced, (3, 3))
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 6), (1, 11), (11, 1)])
+def test_a_slice_of_one_token_has_no_part_of_every_other_one(lengths):
+    """An associative scan takes apart the odd tokens of its decays, which are known before."""
+
+    def mixed(weights, x):
+        decay = jax.nn.sigmoid(weights["w"]) * jnp.linspace(0.1, 1.0, TOKENS)[:, None]
+        elements = jnp.broadcast_to(decay, x.shape), x
+        return jax.lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), elements, axis=1
+        )[1]
+
+    check(*step_of(mixed), lengths)
