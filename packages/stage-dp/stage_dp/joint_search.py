@@ -152,7 +152,7 @@ class _Search:
         return seconds is not None and time.monotonic() - self.started > seconds
 
     def bound_all(self, enough: float) -> float:
-        """Return a bound of all settings; once one stays below `enough`, the rest are not refined."""
+        """Return a bound of all settings; once one is below `enough`, no other is refined."""
         self._find_settings()
         for setting in self.settings:
             if not self.bounds.refine(setting, enough, enough):
