@@ -111,7 +111,9 @@ def _with_reads_in_place(eqns: Sequence[JaxprEqn], members: Sequence[int]) -> li
     maker = {var: k for k in kept for var in eqns[k].outvars}
     behind: dict[int | None, list[int]] = {}
     for k in moved:
-        behind.setdefault(maker.get(eqns[k].invars[0]), []).append(k)
+        atom = eqns[k].invars[0]
+        after = None if isinstance(atom, Literal) else maker.get(atom)
+        behind.setdefault(after, []).append(k)
     found = [one for k in kept for one in (k, *behind.get(k, ()))]
     return found + behind.get(None, [])
 

@@ -68,7 +68,7 @@ def test_a_bound_is_found_without_looking_for_choices(grid_problem, eliminated, 
         problem = grid_problem(seed, columns=10, size=6)
         best = eliminated(problem)
         found = solve(problem, SolveOptions(rounds=3, gap_tolerance=1e-3, bound_only=True))
-        assert found.choice is not None and found.lower_bound is not None
+        assert found.objective is not None and found.lower_bound is not None
         assert 0.9 * best < found.lower_bound <= best * (1 + 1e-12) <= found.objective + 1e-9, seed
 
 
