@@ -238,6 +238,117 @@ class Whisper(nn.Module):
         return logits
 
 
+class EvoformerBlock(nn.Module):
+    """A block of AlphaFold 2 (Jumper et al. 2021), whose attention of pairs is along both dims."""
+
+    @nn.compact
+    def __call__(self, msa: Array, pair: Array) -> tuple[Array, Array]:
+        x = norm(msa)
+        query, key, value, gate = (nn.DenseGeneral((8, 32), dtype=HALF)(x) for _ in range(4))
+        bias = jnp.moveaxis(dense(8, norm(pair)), -1, 1)[:, None]
+        scores = jnp.einsum("bsihd,bsjhd->bshij", query, key) / 6 + bias
+        mixed = jnp.einsum("bshij,bsjhd->bsihd", nn.softmax(scores), value) * nn.sigmoid(gate)
+        msa = msa + nn.DenseGeneral(256, axis=(-2, -1), dtype=HALF)(mixed)
+        msa = msa + jnp.swapaxes(attend(8, jnp.swapaxes(norm(msa), 1, 2)), 1, 2)
+        msa = msa + feed_forward(msa)
+        x = norm(msa)
+        outer = jnp.einsum("bsic,bsjd->bijcd", dense(32, x), dense(32, x)) / msa.shape[1]
+        pair = pair + dense(128, outer.reshape(*outer.shape[:3], -1))
+        for triangles in ("bikc,bjkc->bijc", "bkic,bkjc->bijc"):
+            x = norm(pair)
+            one, other = (nn.sigmoid(dense(128, x)) * dense(128, x) for _ in range(2))
+            found = dense(128, norm(jnp.einsum(triangles, one, other)))
+            pair = pair + nn.sigmoid(dense(128, x)) * found
+        pair = pair + attend(4, norm(pair))
+        pair = pair + jnp.swapaxes(attend(4, norm(jnp.swapaxes(pair, 1, 2))), 1, 2)
+        return msa, pair + feed_forward(pair)
+
+
+class Evoformer(nn.Module):
+    """Sixteen blocks, each computed again in the backward pass, and distances of pairs."""
+
+    @nn.compact
+    def __call__(self, msa: Array, pair: Array) -> Array:
+        msa, pair = dense(256, msa), dense(128, pair)
+        for _ in range(16):
+            msa, pair = nn.remat(EvoformerBlock)()(msa, pair)
+        return dense(64, pair)
+
+
+class Swin(nn.Module):
+    """Swin-L (Liu et al. 2021): attention in windows of 7 x 7, every second one shifted."""
+
+    @nn.compact
+    def __call__(self, images: Array) -> Array:
+        x = norm(nn.Conv(192, (4, 4), (4, 4), dtype=HALF)(images))
+        for level, depth in enumerate((2, 2, 18, 2)):
+            if level:
+                batch, height, width, channels = x.shape
+                x = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
+                x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height // 2, width // 2, -1)
+                x = dense(2 * channels, norm(x))
+            for place in range(depth):
+                x = x + self.windows(x, 6 * 2**level, 3 * (place % 2))
+                x = x + feed_forward(x)
+        return nn.Dense(1000)(norm(x).mean(axis=(1, 2)))
+
+    def windows(self, x: Array, heads: int, shift: int) -> Array:
+        batch, height, width, channels = x.shape
+        y = jnp.roll(norm(x), (-shift, -shift), (1, 2))
+        y = y.reshape(batch, height // 7, 7, width // 7, 7, channels).transpose(0, 1, 3, 2, 4, 5)
+        y = attend(heads, y.reshape(-1, 49, channels))
+        y = y.reshape(batch, height // 7, width // 7, 7, 7, channels).transpose(0, 1, 3, 2, 4, 5)
+        return jnp.roll(y.reshape(x.shape), (shift, shift), (1, 2))
+
+
+class Perceiver(nn.Module):
+    """Perceiver (Jaegle et al. 2021): 512 latents read 50,176 pixels eight times, each time with
+    the same weights, and six layers follow that share theirs too."""
+
+    @nn.compact
+    def __call__(self, images: Array) -> Array:
+        pixels = norm(dense(256, images.reshape(len(images), -1, 3)))
+        latents = self.param("latents", nn.initializers.normal(), (512, 1024)).astype(HALF)
+        x = jnp.broadcast_to(latents, (len(images), 512, 1024))
+        read = nn.MultiHeadDotProductAttention(1, qkv_features=256, out_features=1024, dtype=HALF)
+        layers = [nn.MultiHeadDotProductAttention(8, dtype=HALF) for _ in range(6)]
+        for _ in range(8):
+            x = x + read(norm(x), pixels)
+            for layer in layers:
+                x = x + layer(norm(x))
+                x = x + feed_forward(x)
+        return nn.Dense(1000)(norm(x).mean(axis=1))
+
+
+class Towers(nn.Module):
+    """A recommender of four towers of other depths and widths, and experts per task (Ma et al.
+    2018)."""
+
+    @nn.compact
+    def __call__(self, ids: Array, history: Array, text: Array, numbers: Array) -> Array:
+        user = nn.Embed(2_000_000, 256)(ids).reshape(len(ids), -1)
+        items = nn.Embed(1_000_000, 256, dtype=HALF)(history)
+        for _ in range(4):
+            items = items + attend(8, norm(items))
+            items = items + feed_forward(items)
+        words = nn.Embed(30_000, 512, dtype=HALF)(text)
+        for _ in range(6):
+            words = words + attend(8, norm(words))
+            words = words + feed_forward(words)
+        for width in (1024, 512, 256):
+            user = nn.relu(nn.Dense(width)(user))
+        for width in (256, 256):
+            numbers = nn.relu(nn.Dense(width)(numbers))
+        features = jnp.concatenate([user, items.mean(1), words.mean(1), numbers], axis=-1)
+        experts = [nn.relu(nn.Dense(512)(nn.relu(nn.Dense(1024)(features)))) for _ in range(8)]
+        found = []
+        for _ in range(3):
+            shares = nn.softmax(nn.Dense(8)(features))
+            mixed = sum(shares[:, k : k + 1] * one for k, one in enumerate(experts))
+            found.append(nn.Dense(1)(nn.relu(nn.Dense(256)(mixed))))
+        return jnp.concatenate(found, axis=-1)
+
+
 # Of each the inputs and what is wanted of it.
 MODELS: dict[str, tuple[nn.Module, tuple[Shape, ...], Shape]] = {
     "dit": (
@@ -273,6 +384,23 @@ MODELS: dict[str, tuple[nn.Module, tuple[Shape, ...], Shape]] = {
         Whisper(),
         (Shape((256, 3_000, 128), HALF), Shape((256, 448), WHOLE)),
         Shape((256, 448), WHOLE),
+    ),
+    "evoformer": (
+        Evoformer(),
+        (Shape((32, 128, 256, 49), HALF), Shape((32, 256, 256, 65), HALF)),
+        Shape((32, 256, 256), WHOLE),
+    ),
+    "swin": (Swin(), (Shape((1024, 224, 224, 3), HALF),), Shape((1024,), WHOLE)),
+    "perceiver": (Perceiver(), (Shape((256, 224, 224, 3), HALF),), Shape((256,), WHOLE)),
+    "towers": (
+        Towers(),
+        (
+            Shape((16_384, 8), WHOLE),
+            Shape((16_384, 50), WHOLE),
+            Shape((16_384, 32), WHOLE),
+            Shape((16_384, 32), SINGLE),
+        ),
+        Shape((16_384, 3), SINGLE),
     ),
 }
 

@@ -67,7 +67,9 @@ class SolveOptions:
     processes are needed.
     `warm_start`: a previous choice to start from; entries that no longer fit are replaced. `pins`:
     {node: strategy} to fix; `forbid`: {(node, strategy)} to exclude. `gap_tolerance`: stop once
-    (objective - bound) / |bound| is at most this. `progress` is called in the caller's thread.
+    (objective - bound) / |bound| is at most this. `bound_only`: the caller wants the bound, and any
+    choice; where messages leave a gap, no better choice is looked for. `progress` is called in the
+    caller's thread.
     """
 
     deadline: float = field(default=math.inf, converter=float, validator=_deadline)
@@ -78,4 +80,5 @@ class SolveOptions:
     pins: Mapping[int, int] = field(factory=dict, converter=_pins)
     forbid: frozenset[tuple[int, int]] = field(default=frozenset(), converter=_pairs)
     gap_tolerance: float = field(default=0.0, converter=float, validator=_tolerance)
+    bound_only: bool = False
     progress: Callable[[Progress], None] | None = None

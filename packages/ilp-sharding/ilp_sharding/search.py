@@ -22,7 +22,8 @@ class Search:
     `programs` says whether integer programs may be solved, whose time nobody can foresee, and
     `max_nodes` how far their trees may grow where work is counted instead of seconds.
     `narrowed_entries` is the size of the tables in which messages alone settled nothing, `branched`
-    whether branching on what they left settled nothing either.
+    whether branching on what they left settled nothing either. `bound_only`: no better choice is
+    wanted than raises the bound.
     """
 
     instance: Instance
@@ -38,6 +39,7 @@ class Search:
     max_nodes: int | None = None
     narrowed_entries: float = math.inf
     branched: bool = False
+    bound_only: bool = False
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:

@@ -87,6 +87,7 @@ def _search(
         gap_tolerance=options.gap_tolerance,
         seed=options.seed,
         max_nodes=None if options.rounds is None else PROGRAM_NODES,
+        bound_only=options.bound_only,
     )
     if options.progress is not None:
         callback = options.progress

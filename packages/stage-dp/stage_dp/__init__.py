@@ -5,7 +5,7 @@ from stage_dp.emission import emit, instruction_lists
 from stage_dp.fixed_stages import Known
 from stage_dp.infeasibility import BoundError, InfeasibleError, check_bound
 from stage_dp.joint_interleaved import CHUNKS
-from stage_dp.joint_search import microbatch_counts, solve_joint
+from stage_dp.joint_search import bound_joint, microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
     OpSequence,
@@ -63,6 +63,7 @@ __all__ = [
     "alive_together",
     "best_known",
     "bound_in_slices",
+    "bound_joint",
     "bytes_together",
     "check_bound",
     "chunks_of",

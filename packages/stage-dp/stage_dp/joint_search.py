@@ -93,6 +93,12 @@ def solve_joint(
     return _Search(problem, enough, worth).run(known)
 
 
+def bound_joint(problem: JointProblem, enough: float) -> float:
+    """Return what every pipeline takes at least by the floors of the menu, up to `enough` seconds:
+    no pipeline is looked for, and the rows may be any. A bound below `enough` is not the best."""
+    return _Search(problem, enough, enough).bound_all(enough)
+
+
 class _Search:
     def __init__(self, problem: JointProblem, enough: float, worth: float) -> None:
         _check(problem)
@@ -145,13 +151,25 @@ class _Search:
         seconds = self.problem.deadline_seconds
         return seconds is not None and time.monotonic() - self.started > seconds
 
-    def run(self, known: Sequence[Known | JointPlan]) -> JointPlan:
+    def bound_all(self, enough: float) -> float:
+        """Return a bound of all settings; once one is below `enough`, no other is refined."""
+        self._find_settings()
+        for setting in self.settings:
+            if not self.bounds.refine(setting, enough, enough):
+                break
+        return min((s.bound for s in self.settings), default=enough)
+
+    def _find_settings(self) -> None:
+        """Make the settings of all microbatch counts, those with the least bounds first."""
         shared: AskedFloors = {}
         for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
             costs = CountCosts(MenuTable(self.problem, count, shared), self.space)
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
+
+    def run(self, known: Sequence[Known | JointPlan]) -> JointPlan:
+        self._find_settings()
         self._start_from(known)
         means = [self.bounds.mean(s.costs, proof=False) for s in self.settings]
         self.reach = REACH * min(means, default=math.inf)

@@ -22,6 +22,7 @@ from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp import (
     InfeasibleError,
+    bound_joint,
     joint_search,
     solve_joint,
 )
@@ -123,6 +124,22 @@ def halved(row):
     )
 
 
+def slowed(menu):
+    """Return the menu with rows that no pipeline would have."""
+    return evolve(
+        menu,
+        meshes=tuple(
+            evolve(
+                mesh,
+                rows=tuple(
+                    tuple(evolve(row, forward=Affine(1e6)) for row in rows) for rows in mesh.rows
+                ),
+            )
+            for mesh in menu.meshes
+        ),
+    )
+
+
 def floored(problem, share):
     """Return the plan where every mesh has its rows, times `share`, as floors."""
 
@@ -169,6 +186,9 @@ def test_sharper_floors_raise_the_bound_and_stay_below_all_pipelines(seed, monke
     assert asked and len(set(asked)) == len(asked)
     assert plan.step_seconds == pytest.approx(before.step_seconds)
     assert 0.3 * best <= plan.lower_bound <= best * (1 + 1e-9)
+    without_rows = evolve(loose, menu=slowed(loose.menu), floors_at=floors_at)
+    assert bound_joint(without_rows, best) <= best * (1 + 1e-9)
+    assert bound_joint(without_rows, 0.1 * best) == pytest.approx(0.1 * best, rel=1e-3)
 
 
 @pytest.mark.sample(seed=15)

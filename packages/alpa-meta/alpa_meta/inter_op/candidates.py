@@ -47,6 +47,10 @@ from alpa_meta.types import Floats, Spec
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
+# Nodes of a selection problem from which on it is solved to within `CLOSE`, a relative gap: the
+# U-Net of Stable Diffusion (6,161 nodes) on 16 H100 takes 88 instead of 98 CPU s so, for 0.3168
+# instead of 0.3167 s a step. Windows of equal layers have some hundred nodes.
+MANY_NODES, CLOSE = 3000, 2e-4
 LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner solutions of a mesh
 
 
@@ -131,7 +135,8 @@ def solve_mesh(
     free = options.preset is None and not options.pins
     names = LIKELY_PRESETS if free else ()
     likely = (preset_pins(name, outlook.program, mesh) for name in names)
-    found = solve_in_buckets(selection, options, likely)
+    many = selection.problem.num_nodes > MANY_NODES
+    found = solve_in_buckets(selection, options, likely, CLOSE if many else 0.0)
     if found.choice is None:
         if found.status == "infeasible":
             return [], 0.0

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from alpa_interchange import ShardingProblem
+from alpa_interchange import ShardingProblem, ShardingSolution
 from alpa_meta.inter_op.layer_runs import (
     Links,
     Potential,
@@ -38,11 +38,17 @@ Asked = tuple[str, float]
 BARE = "bare_step"
 
 
+Known = tuple[ShardingProblem, ShardingSolution]
+
+
 @frozen(eq=False, slots=False)
 class Ways:
     """A layer's problem with a number of microbatches. `state` are the bytes of each node's
     strategies, `bytes` those that no node decides; `held` and `held_bytes` the same with what a
-    microbatch keeps beyond the least. `links`: to another such layer after it."""
+    microbatch keeps beyond the least. `links`: to another such layer after it. `known`: what was
+    solved of these and of other ways: kinds of recomputation are one where a layer keeps nothing
+    (16 Evoformer blocks with nn.remat: half of 240 CPU s of floors).
+    """
 
     problem: ShardingProblem
     parts: Mapping[str, ShardingProblem]  # by PARTS
@@ -51,6 +57,7 @@ class Ways:
     held: Floats
     held_bytes: float
     links: Links = ()
+    known: list[Known] = field(factory=list)
 
     @functools.cached_property
     def _least(self) -> Mapping[bool, Floats]:
@@ -67,7 +74,7 @@ class Ways:
 
     def least(self, asked: Asked, options: Options) -> float:
         """Return a bound on what is asked; inf where there is no way."""
-        found = solve(self._of(asked), options, tolerance=TOLERANCE)
+        found = self._bounded(self._of(asked), options)
         if found.choice is None or found.lower_bound is None:
             return math.inf
         return found.lower_bound + self._fixed(asked)
@@ -89,8 +96,16 @@ class Ways:
         return self._bound(first, asked, options), ahead
 
     def _bound(self, problem: ShardingProblem, asked: Asked, options: Options) -> float:
-        bound = solve(problem, options, tolerance=TOLERANCE).lower_bound
-        return (bound or 0.0) + self._fixed(asked)
+        return (self._bounded(problem, options).lower_bound or 0.0) + self._fixed(asked)
+
+    def _bounded(self, problem: ShardingProblem, options: Options) -> ShardingSolution:
+        """Return a solution of one of these problems whose bound alone is used."""
+        for other, found in self.known:
+            if _same(problem, other):
+                return found
+        found = solve(problem, options, tolerance=TOLERANCE, bound_only=True)
+        self.known.append((problem, found))
+        return found
 
     def _fixed(self, asked: Asked) -> float:
         bare = asked[0] == BARE
@@ -108,6 +123,16 @@ class Ways:
         bytes = self.state if bare else self.held
         more = bytes - np.repeat(self._least[bare], problem.num_strategies)
         return evolve(problem, node_cost=problem.node_cost + price * more)
+
+
+def _same(problem: ShardingProblem, other: ShardingProblem) -> bool:
+    """Return whether two problems of one layer have the same costs, and so the same bound."""
+    return (
+        np.array_equal(problem.node_cost, other.node_cost)
+        and np.array_equal(problem.num_strategies, other.num_strategies)
+        and np.array_equal(problem.edges, other.edges)
+        and np.array_equal(problem.edge_cost, other.edge_cost)
+    )
 
 
 class LeastOfKinds:

@@ -40,7 +40,7 @@ from alpa_interchange.menu import (
     LayerRow,
     PricedFloor,
 )
-from alpa_meta.inter_op.floor_ways import PARTS, LeastOfKinds, Ways
+from alpa_meta.inter_op.floor_ways import PARTS, Known, LeastOfKinds, Ways
 from alpa_meta.inter_op.layer_costs import LIGHT_STEP
 from alpa_meta.inter_op.layer_runs import Links, Potential
 from alpa_meta.inter_op.least_bytes import ByNode, LeastBytes
@@ -98,7 +98,8 @@ class FloorSource:
         since what runs for fewer runs for their multiples."""
         layer, size = self.layers[number], self.problem.sizes.index(self._sizes[-1])
         seconds = self.problem.costs.seconds_of("least").tables[size]
-        found = solve(self.problem.costs.layer_problem(layer, seconds), self.options)
+        problem = self.problem.costs.layer_problem(layer, seconds)
+        found = solve(problem, self.options, bound_only=True)
         each = (found.lower_bound or 0.0) / self.batch
         above = {
             kind: self.problem.costs.least_again(layer, kind, size, "least") for kind in self.kinds
@@ -124,8 +125,9 @@ class FloorSource:
         kinds = self.kinds[:SOLVED_KINDS] or ("least",)
         parts = PARTS if often else PARTS[:1]
         problems = [*parts, *(["light_step"] if prices else [])]
+        known: list[Known] = []
         least = LeastOfKinds(
-            {kind: self._ways(number, samples, kind, problems) for kind in kinds},
+            {kind: self._ways(number, samples, kind, problems, known) for kind in kinds},
             prices,
             parts,
             self.options,
@@ -262,9 +264,11 @@ class FloorSource:
             before, (price, here) = here, min(ties)
             found.append((before[1] - here[1], price))
 
-    def _ways(self, number: int, samples: int, kind: str, parts: Sequence[str]) -> Ways:
+    def _ways(
+        self, number: int, samples: int, kind: str, parts: Sequence[str], known: list[Known]
+    ) -> Ways:
         """Return the ways to run a layer of a class, that recomputes as `kind` says, with
-        microbatches of so many samples."""
+        microbatches of so many samples; what is solved of them goes into `known`."""
         problem, layer = self.problem, self.layers[number]
         sizes = [problem.sizes.index(one) for one in self._sizes]
         if (kind, samples) not in self._tables:
@@ -304,6 +308,7 @@ class FloorSource:
             *by_strategy(state),
             *by_strategy(held),
             self._links(number, numbers, table, kind),
+            known,
         )
 
     @property

@@ -103,7 +103,7 @@ def potential(
     """Return numbers that raise R above `least_alone` seconds, found from `start` by subgradients;
     none where nothing is to be raised."""
     nodes = sorted({before for before, *_ in links})
-    alike = solve(_alike(alone, links), options, tolerance=tolerance)
+    alike = solve(_alike(alone, links), options, tolerance=tolerance, bound_only=True)
     if alike.choice is None or (alike.lower_bound or 0.0) <= least_alone * (1 + CLOSE):
         return {}
     assert alike.lower_bound is not None

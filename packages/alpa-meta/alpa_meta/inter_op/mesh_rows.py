@@ -102,6 +102,11 @@ class MeshRows:
             if not tight:
                 return
 
+    def bare_floors(self) -> FloorSource:
+        """Return what layers take at least on this mesh, without rows to tell prices of memory."""
+        self._whole = self._problem("none")
+        return self.floor_source()
+
     def _parts(self, problem: MeshProblem) -> list[int]:
         """Return the numbers of parts that a microbatch may be split into at most: by some of the
         mesh's axes, and by all, or as many as the problem's own samples."""

@@ -25,7 +25,7 @@ from alpa_meta.types import Floats, Ints
 LARGE = 1e6  # edge entries from which classes are used
 ROUNDS = 6  # of taking classes apart
 LEAST_SECONDS = 2.0  # for the few strategies of chosen classes, so that there is a choice
-CLOSE = 1e-6  # relative gap at which they end
+CLOSE = 1e-6  # relative gap at which they end, unless the caller allows more
 
 Classes = Sequence[Ints]
 """Per node: [strategies] number of the class."""
@@ -63,10 +63,14 @@ def classes_of(choices: Sequence[ShardingSpec | Strategy], axes: dict[str, int])
 
 
 def solve_coarsely(
-    problem: ShardingProblem, classes: Classes, solve: Solve, until: float
+    problem: ShardingProblem,
+    classes: Classes,
+    solve: Solve,
+    until: float,
+    close: float = CLOSE,
 ) -> ShardingSolution:
-    """Return the best choice found until a `time.perf_counter()`, and the bound of the coarse
-    problems."""
+    """Return the best choice found until a `time.perf_counter()` or to within `close`, a relative
+    gap, and the bound of the coarse problems."""
     began = time.perf_counter()
     best: ShardingSolution | None = None
     bound = -np.inf
@@ -84,7 +88,7 @@ def solve_coarsely(
             choice = tuple(int(some[one]) for some, one in zip(kept, found.choice, strict=True))
             if best is None or best.objective is None or found.objective < best.objective:
                 best = evolve(found, choice=choice)
-            if best.objective is not None and best.objective - bound <= CLOSE * abs(bound):
+            if best.objective is not None and best.objective - bound <= close * abs(bound):
                 break
         if all(len(some) == 1 for some in kept) or time.perf_counter() > until:
             break

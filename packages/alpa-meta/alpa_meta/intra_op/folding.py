@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, open_jaxpr, shape_of
 from alpa_meta.operators import rule_number
 from alpa_meta.operators.regions import bodies, is_region
+from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import is_pin, pinned_spec
 from alpa_meta.program_caches import cached_by_program
 
@@ -70,7 +71,7 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
     An equation of the update ranks by itself, by where what it reads comes from, and by what reads
     it: moments of equal shape differ only in the gradient that is added to them later.
     """
-    before = [k for k in members if phases[k] != "update"]
+    before = _with_reads_in_place(eqns, [k for k in members if phases[k] != "update"])
     update = [k for k in members if phases[k] == "update"]
     origin: dict[Var, Hashable] = {}
     for place, k in enumerate(before):
@@ -93,6 +94,28 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
             if not isinstance(atom, Literal):
                 readers.setdefault(atom, []).append(ranks[k])
     return before + sorted(update, key=ranks.__getitem__)
+
+
+def _with_reads_in_place(eqns: Sequence[JaxprEqn], members: Sequence[int]) -> list[int]:
+    """Return the equations of a layer in an order in which what is read once for other layers is
+    behind the equation that makes it, or behind all.
+
+    It stands in front of its first reader, between equations of the layer or not: where layers in
+    between are left out (`short_step`), copies of one layer differed in that.
+    """
+    read = {atom for k in members for atom in eqns[k].invars if not isinstance(atom, Literal)}
+    moved = [k for k in members if is_shared_read(eqns[k]) and eqns[k].outvars[0] not in read]
+    if not moved:
+        return list(members)
+    kept = [k for k in members if k not in moved]
+    maker = {var: k for k in kept for var in eqns[k].outvars}
+    behind: dict[int | None, list[int]] = {}
+    for k in moved:
+        atom = eqns[k].invars[0]
+        after = None if isinstance(atom, Literal) else maker.get(atom)
+        behind.setdefault(after, []).append(k)
+    found = [one for k in kept for one in (k, *behind.get(k, ()))]
+    return found + behind.get(None, [])
 
 
 def _signature(

@@ -17,7 +17,7 @@ from attrs import evolve
 
 import ilp_sharding
 from alpa_interchange import ShardingProblem, ShardingSolution
-from alpa_meta.intra_op.coarse_solution import LARGE, Classes, solve_coarsely
+from alpa_meta.intra_op.coarse_solution import CLOSE, LARGE, Classes, solve_coarsely
 from alpa_meta.intra_op.memory_profile import extended_choice, limited_problem
 from alpa_meta.intra_op.priced_memory import PricedMemory
 from alpa_meta.intra_op.selection import Selection
@@ -44,8 +44,10 @@ def solve(
     start: tuple[int, ...] | None = None,
     classes: Classes | None = None,
     tolerance: float = 0.0,
+    bound_only: bool = False,
 ) -> ShardingSolution:
-    """Return the solution of a selection problem, to within a relative `tolerance`.
+    """Return the solution of a selection problem, to within a relative `tolerance`; where its
+    choice is of no use (`bound_only`), a worse one that has the same bound but for its last digits.
 
     It is found in `seconds` or less, if `Options.solver_seconds` are given; else by as much work as
     its size allows.
@@ -59,7 +61,7 @@ def solve(
         def part(smaller: ShardingProblem, seconds: float) -> ShardingSolution:
             return solve(smaller, options, seconds, tolerance=tolerance)
 
-        return solve_coarsely(problem, classes, part, until)
+        return solve_coarsely(problem, classes, part, until, max(CLOSE, tolerance))
     return ilp_sharding.solve(
         problem,
         ilp_sharding.SolveOptions(
@@ -72,6 +74,7 @@ def solve(
             gap_tolerance=tolerance,
             seed=options.seed,
             warm_start=start,
+            bound_only=bound_only,
         ),
     )
 

@@ -36,7 +36,7 @@ from alpa_meta.planning.finished_search import Finish, step_seconds_of
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_state_fits
-from alpa_meta.planning.menu_search import search_menu, sized_programs
+from alpa_meta.planning.menu_search import bound_by_floors, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import check_exact, larger_counts, microbatch_counts_of
 from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
@@ -69,6 +69,9 @@ from cost_model import CostModel, calibrated_model
 # to be solved exactly, which took 0.95 (two problems of `_just_fitting`) and 0.87 of it (LLaMA-8B
 # on 64 H100, where the other plan takes 0.74).
 ROWS_TAKE_MORE = 1.2
+# Of the seconds of a plan with one stage: pipelines that take as many at least by floors alone are
+# not looked for, and no menu is made (`bound_by_floors`).
+NO_BETTER = 0.999
 
 
 def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -307,6 +310,16 @@ def _from_menu(
         meshes = [one for one in meshes if not splits_hosts_twice(one[0], one[1].shape)]
     axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
     meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
+    if worth < math.inf:
+        bound = bound_by_floors(step, sized, meshes, model, options, told, NO_BETTER * worth)
+        if bound >= NO_BETTER * NO_BETTER * worth:
+
+            def searched() -> Planned:
+                found = _from_menu(step, model, options)
+                assert found is not None
+                return found[0].finish()
+
+            return Prospect(math.inf, searched), bound
     try:
         search = search_menu(step, sized, meshes, model, options, told, enough, worth)
     except stage_dp.InfeasibleError as error:

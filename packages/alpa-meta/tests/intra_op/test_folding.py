@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from alpa_meta.compat import Var
 from alpa_meta.intra_op.folding import eqn_signature, fold_keys, layer_classes
+from alpa_meta.passes.shared_reads import read_once
 
 
 def layers_of(widths):
@@ -61,3 +63,24 @@ def test_loops_are_told_apart_by_their_bodies_and_lengths():
     assert signature(jnp.sin, 3) == signature(jnp.sin, 3)
     assert signature(jnp.sin, 3) != signature(jnp.sin, 4)
     assert signature(jnp.sin, 3) != signature(jnp.cos, 3)
+
+
+def test_a_value_read_for_other_layers_is_in_its_place_wherever_the_first_reader_is():
+    def chain(x, weights):
+        notes = []
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+            notes.append(jnp.sin(weight))
+        return x, notes
+
+    eqns = jax.make_jaxpr(chain)(jnp.ones((2, 4)), [jnp.ones((4, 4))] * 2).jaxpr.eqns
+    found, layers = [], []
+    for layer in range(2):
+        product, tanh, note = eqns[3 * layer : 3 * layer + 3]
+        (made,) = tanh.outvars
+        read = read_once(made, Var(made.aval), product)
+        found += [product, tanh, *((read, note) if layer else (note, read))]
+        layers += [layer] * 4
+    keys = fold_keys(found, ["forward"] * 8, layers)
+    assert layer_classes(keys, layers, 2) == [0, 0]
+    assert keys[3] == keys[6]

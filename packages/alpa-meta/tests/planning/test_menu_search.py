@@ -13,7 +13,7 @@ from alpa_meta import corpus
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
-from alpa_meta.planning import finished_search
+from alpa_meta.planning import finished_search, menu_search, planner
 from alpa_meta.planning.chosen_plan import finish
 from alpa_meta.planning.menu_search import ROOM, search_menu, sized_programs
 from alpa_meta.planning.planner import _just_fitting, make_plan
@@ -55,6 +55,19 @@ def test_no_fixed_number_of_stages_or_microbatches_gives_a_faster_plan():
         fixed = _plan(num_stages=stages, num_microbatches=count)
         assert free.step_seconds <= fixed.step_seconds * 1.001
         assert free.lower_bound <= fixed.step_seconds
+
+
+@pytest.mark.parametrize("no_better", [0.9, 0.9999])
+def test_where_floors_prove_one_stage_no_menu_is_made(monkeypatch, no_better):
+    one = make_plan(STEP, cluster("p3.16xlarge:4"), Options(cache=False))
+    monkeypatch.setattr(menu_search, "LARGE_WINDOW", 0)
+    monkeypatch.setattr(planner, "NO_BETTER", no_better)
+    found = make_plan(STEP, cluster("p3.16xlarge:4"), Options(cache=False))
+    assert found.plan.num_stages == one.plan.num_stages == 1
+    assert found.plan.step_seconds == one.plan.step_seconds
+    assert (found.menu is None) == (no_better == 0.9)
+    if found.menu is None:
+        assert 0.9**2 * one.plan.step_seconds <= found.plan.lower_bound <= one.plan.step_seconds
 
 
 def test_a_search_cut_short_by_a_faster_plan_goes_on_if_that_does_not_fit():

@@ -33,7 +33,7 @@ MARGIN = 1e-12  # of a sum, by which its rounding may be off
 class Rest(NamedTuple):
     """What is left of a graph, at the beginning of arrays as long as the whole graph's.
 
-    `size`: nodes left, edges left, whether any pair is forbidden, then room for [edges] numbers.
+    `size`: nodes left, edges left, whether any pair is forbidden.
     `to_first`, `to_second`: messages. `base_node` [nodes], `label` [strategies], `settled` [base
     nodes] as in `TableGraph`. `reduced` [strategies]: reduced costs, over the bound
     `numbers[REDUCED]`. `numbers`: see the constants below. `choice` [base nodes]: the best known.
@@ -57,9 +57,7 @@ CONSTANT, BOUND, OBJECTIVE, REDUCED, VISITED = range(5)  # of `Rest.numbers`; en
 def rest_of(graph: TableGraph) -> Rest:
     """Return the whole of `graph`, without messages; its tables are copied."""
     tables = graph.tables
-    num_edges = len(tables.first)
-    size = np.zeros(3 + num_edges, dtype=np.int64)
-    size[:2] = graph.num_nodes, num_edges
+    size = np.array([graph.num_nodes, len(tables.first), 0])
     size[2] = len(tables.entry) and tables.entry.max() == np.inf
     return Rest(
         tables=Tables(*(array.copy() for array in tables)),
@@ -88,7 +86,7 @@ def copied(rest: Rest) -> Rest:
         label=rest.label[:strategies].copy(),
         settled=rest.settled.copy(),
         reduced=rest.reduced[:strategies].copy(),
-        size=rest.size[: 3 + num_edges].copy(),
+        size=rest.size.copy(),
         numbers=rest.numbers.copy(),
         choice=rest.choice.copy(),
     )
@@ -204,13 +202,72 @@ def keep(rest: Rest, active: np.ndarray) -> bool:
 
     In place: nothing moves to a later position.
     """
-    tables, size = rest.tables, rest.size
-    offset = tables.offset
-    n, m = size[0], size[1]
-    if size[2]:
-        _drop_unsupported(tables, m, active)
-    place = np.full(n, -1)  # number of a node that stays open
-    lone = np.zeros(n, np.int64)  # the strategy of one that does not
+    place, lone, fresh = _places(rest, active)
+    if fresh < 0:
+        return False
+    _move(rest, rest, rest.tables.cost, active, place, lone, fresh)
+    return True
+
+
+@njit(cache=True)
+def part_of(rest: Rest, active: np.ndarray) -> tuple[bool, Rest]:
+    """Return whether every node has one of the `active` [strategies], and if so what `keep` leaves
+    of a copy, in arrays of its size: the rest itself, which may be many times as large, is not
+    copied."""
+    place, lone, fresh = _places(rest, active)
+    if fresh < 0:
+        return False, rest
+    tables, n, m = rest.tables, rest.size[0], rest.size[1]
+    counts = np.zeros(n, np.int64)
+    strategies, incident = 0, 0
+    for i in range(n):
+        if place[i] >= 0:
+            for v in range(tables.offset[i], tables.offset[i + 1]):
+                counts[i] += active[v]
+            strategies += counts[i]
+    edges, entries, first, second = 0, 0, 0, 0
+    for e in range(m):
+        i, j = tables.first[e], tables.second[e]
+        if place[i] >= 0 and place[j] >= 0:
+            edges, incident = edges + 1, incident + 2
+            entries += counts[i] * counts[j]
+            first, second = first + counts[i], second + counts[j]
+    part = Rest(
+        Tables(
+            np.zeros(fresh + 1, np.int64),
+            np.empty(strategies),
+            np.empty(edges, np.int64),
+            np.empty(edges, np.int64),
+            np.zeros(edges + 1, np.int64),
+            np.empty(entries),
+            np.zeros(fresh + 1, np.int64),
+            np.empty(incident, np.int64),
+            np.zeros(edges + 1, np.int64),
+            np.zeros(edges + 1, np.int64),
+        ),
+        np.empty(first),
+        np.empty(second),
+        np.empty(fresh, np.int64),
+        np.empty(strategies, np.int64),
+        rest.settled.copy(),
+        np.empty(strategies),
+        rest.size.copy(),
+        rest.numbers.copy(),
+        rest.choice.copy(),
+    )
+    _move(rest, part, tables.cost.copy(), active, place, lone, fresh)
+    return True, part
+
+
+@njit(cache=True)
+def _places(rest: Rest, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return of each node its number among those that stay open, -1 if it does not, and the only
+    strategy of one that does not; and how many do, -1 if a node has no strategy."""
+    offset, n = rest.tables.offset, rest.size[0]
+    if rest.size[2]:
+        _drop_unsupported(rest.tables, rest.size[1], active)
+    place = np.full(n, -1)
+    lone = np.zeros(n, np.int64)
     fresh = 0
     for i in range(n):
         count = 0
@@ -219,84 +276,108 @@ def keep(rest: Rest, active: np.ndarray) -> bool:
                 count += 1
                 lone[i] = v
         if count == 0:
-            return False
+            return place, lone, -1
         if count > 1:
             place[i] = fresh
             fresh += 1
-    constant = _keep_edges(rest, active, place, lone)
+    return place, lone, fresh
+
+
+@njit(cache=True)
+def _move(
+    rest: Rest,
+    to: Rest,
+    cost: np.ndarray,
+    active: np.ndarray,
+    place: np.ndarray,
+    lone: np.ndarray,
+    fresh: int,
+) -> None:
+    """Move what is left of `rest` to the beginning of the arrays of `to`, which may be itself.
+    `cost`: those of `rest`, which are changed."""
+    tables, there = rest.tables, to.tables
+    offset, n = tables.offset, rest.size[0]
+    number = np.full(rest.size[1], -1)  # of edges that stay
+    constant = _move_edges(rest, to, cost, active, place, lone, number)
     put, incident, start, begin = 0, 0, 0, 0
     for i in range(n):
         stop, end = offset[i + 1], tables.incident_offset[i + 1]
         if place[i] < 0:
-            constant += tables.cost[lone[i]]
-            rest.settled[rest.base_node[i]] = rest.label[lone[i]]
+            constant += cost[lone[i]]
+            to.settled[rest.base_node[i]] = rest.label[lone[i]]
         else:
-            offset[place[i]], tables.incident_offset[place[i]] = put, incident
-            rest.base_node[place[i]] = rest.base_node[i]
+            there.offset[place[i]], there.incident_offset[place[i]] = put, incident
+            to.base_node[place[i]] = rest.base_node[i]
             for v in range(start, stop):
                 if active[v]:
-                    tables.cost[put] = tables.cost[v]
-                    rest.label[put] = rest.label[v]
-                    rest.reduced[put] = rest.reduced[v]
+                    there.cost[put] = cost[v]
+                    to.label[put] = rest.label[v]
+                    to.reduced[put] = rest.reduced[v]
                     put += 1
             for z in range(begin, end):
-                e = size[3 + tables.incident[z]]
+                e = number[tables.incident[z]]
                 if e >= 0:
-                    tables.incident[incident] = e
+                    there.incident[incident] = e
                     incident += 1
         start, begin = stop, end
-    offset[fresh], tables.incident_offset[fresh] = put, incident
-    size[0] = fresh
-    rest.numbers[CONSTANT] += constant
-    return True
+    there.offset[fresh], there.incident_offset[fresh] = put, incident
+    to.size[0] = fresh
+    to.numbers[CONSTANT] += constant
 
 
 @njit(cache=True)
-def _keep_edges(rest: Rest, active: np.ndarray, place: np.ndarray, lone: np.ndarray) -> float:
-    """Move together the tables and messages of two open nodes, add up the others; return the cost
-    of those of two settled nodes. `size[3:]` gets the new numbers of edges, -1 for those gone."""
-    tables, size = rest.tables, rest.size
-    offset = tables.offset
+def _move_edges(
+    rest: Rest,
+    to: Rest,
+    cost: np.ndarray,
+    active: np.ndarray,
+    place: np.ndarray,
+    lone: np.ndarray,
+    number: np.ndarray,
+) -> float:
+    """Move the tables and messages of two open nodes, add up the others into `cost`; return that of
+    those of two settled nodes. `number` gets the new numbers of edges, -1 for those gone."""
+    tables, there = rest.tables, to.tables
+    offset, num_edges = tables.offset, rest.size[1]
     settled = 0.0
     put, edges, to_first, to_second = 0, 0, 0, 0
-    for e in range(size[1]):
+    for e in range(num_edges):
         i, j = tables.first[e], tables.second[e]
         height, width = offset[i + 1] - offset[i], offset[j + 1] - offset[j]
         p, a, b = tables.entry_offset[e], tables.to_first[e], tables.to_second[e]
         if place[i] >= 0 and place[j] >= 0:
-            size[3 + e] = edges
-            tables.first[edges], tables.second[edges] = place[i], place[j]
-            tables.entry_offset[edges] = put
-            tables.to_first[edges], tables.to_second[edges] = to_first, to_second
+            number[e] = edges
+            there.first[edges], there.second[edges] = place[i], place[j]
+            there.entry_offset[edges] = put
+            there.to_first[edges], there.to_second[edges] = to_first, to_second
             edges += 1
             for k in range(height):
                 if active[offset[i] + k]:
-                    rest.to_first[to_first] = rest.to_first[a + k]
+                    to.to_first[to_first] = rest.to_first[a + k]
                     to_first += 1
                     for q in range(width):
                         if active[offset[j] + q]:
-                            tables.entry[put] = tables.entry[p + q]
+                            there.entry[put] = tables.entry[p + q]
                             put += 1
                 p += width
             for q in range(width):
                 if active[offset[j] + q]:
-                    rest.to_second[to_second] = rest.to_second[b + q]
+                    to.to_second[to_second] = rest.to_second[b + q]
                     to_second += 1
             continue
-        size[3 + e] = -1
         if place[j] >= 0:
             p += (lone[i] - offset[i]) * width
             for q in range(width):
-                tables.cost[offset[j] + q] += tables.entry[p + q]
+                cost[offset[j] + q] += tables.entry[p + q]
         elif place[i] >= 0:
             p += lone[j] - offset[j]
             for k in range(height):
-                tables.cost[offset[i] + k] += tables.entry[p + k * width]
+                cost[offset[i] + k] += tables.entry[p + k * width]
         else:
             settled += tables.entry[p + (lone[i] - offset[i]) * width + lone[j] - offset[j]]
-    tables.entry_offset[edges] = put
-    tables.to_first[edges], tables.to_second[edges] = to_first, to_second
-    size[1] = edges
+    there.entry_offset[edges] = put
+    there.to_first[edges], there.to_second[edges] = to_first, to_second
+    to.size[1] = edges
     return settled
 
 

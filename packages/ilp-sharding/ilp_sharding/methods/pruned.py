@@ -122,7 +122,7 @@ def _solved(rest: Rest, search: Search, axes: _Axes | None) -> bool:
             return False
         if number >= _EASY and _is_close(rest, search):
             return False
-        if number == _EASY:
+        if number == _EASY and not search.bound_only:
             _look_around(rest, search, axes)
         swept += one.sweeps
         ended = _climb(rest, one.sweeps, search)
@@ -212,20 +212,27 @@ def _condition(rest: Rest, search: Search, random: np.random.Generator) -> None:
     which leaves so narrow a graph that an elimination finds the best of all others, some
     milliseconds; then other few (cutset conditioning: Pearl 1988, section 4.3).
     """
-    n = int(rest.size[0])
+    n, m = int(rest.size[0]), int(rest.size[1])
     offset, degree = rest.tables.offset[: n + 1], np.diff(rest.tables.incident_offset[: n + 1])
     owner = np.repeat(np.arange(n), np.diff(offset))
+    first, second = rest.tables.first[:m], rest.tables.second[:m]
+    entries = np.diff(rest.tables.entry_offset[: m + 1])
+    some_forbidden = bool(rest.size[2])  # then fewer entries may be left than are counted
     kept, idle = _KEPT, 0
-    while idle < _IDLE and not search.late:
+    while idle < _IDLE and not search.late and not _is_close(rest, search):
         chosen = rest.label[: len(owner)] == rest.choice[rest.base_node[:n]][owner]
         order = np.argsort(-degree * random.random(n))
         while True:
             fixed = np.zeros(n, dtype=bool)
             fixed[order[: 1 + int(kept * n)]] = True
-            part = sweeps.copied(rest)
-            part.numbers[sweeps.OBJECTIVE] = math.inf
-            if not sweeps.keep(part, chosen | ~fixed[owner]):
+            left = entries[~(fixed[first] | fixed[second])].sum()
+            if left > _NARROW and not some_forbidden:
+                kept *= _MORE_KEPT
+                continue
+            some, part = sweeps.part_of(rest, chosen | ~fixed[owner])
+            if not some:
                 return  # the choice has strategies that were dropped
+            part.numbers[sweeps.OBJECTIVE] = math.inf
             if not part.size[0]:
                 sweeps.take(part, np.zeros(0, dtype=np.int64), part.numbers[sweeps.CONSTANT])
             if not part.size[0] or _eliminated(part, _CONDITIONED_WORK):
@@ -331,16 +338,16 @@ def _guessed(rest: Rest, one: _Round, search: Search) -> bool:
     least = numbers[sweeps.BOUND] + _LEAST_RISE * abs(numbers[sweeps.BOUND])
     most = min(float(numbers[sweeps.OBJECTIVE]), search.cutoff())
     guess = min(max(float(np.partition(costs, kept)[kept]), least), most)
-    inner = sweeps.copied(rest)
-    inner.numbers[sweeps.BOUND] = -math.inf
     bound = guess
-    if sweeps.keep(inner, costs <= guess):
+    some, inner = sweeps.part_of(rest, costs <= guess)
+    if some:
+        inner.numbers[sweeps.BOUND] = -math.inf
         ended = sweeps.climb(inner, one.inner, guess)
         if ended == sweeps.OPEN:
             _eliminated(inner, one.work)
         if ended != sweeps.EMPTY:
             bound = min(guess, float(inner.numbers[sweeps.BOUND]))
-    _take_from(rest, inner)
+        _take_from(rest, inner)
     numbers[sweeps.BOUND] = max(float(numbers[sweeps.BOUND]), bound)
     known = min(float(numbers[sweeps.OBJECTIVE]), search.objective)
     proved = known - float(numbers[sweeps.BOUND]) <= sweeps.ROUNDING * abs(known)
@@ -350,6 +357,7 @@ def _guessed(rest: Rest, one: _Round, search: Search) -> bool:
 def run_sample(graph: TableGraph) -> None:
     """Call every loop, on a small `graph`."""
     rest = sweeps.rest_of(graph)
+    sweeps.part_of(rest, graph.label < 3)
     sweeps.keep(rest, graph.label < 3)
     _eliminated(rest, math.inf)
     sweeps.climb(rest, 1, math.inf)

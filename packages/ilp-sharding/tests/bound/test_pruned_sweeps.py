@@ -43,8 +43,13 @@ def _costs(tables, constant):
     return found
 
 
+def _kept(rest, active):
+    return sweeps.keep(rest, active), rest
+
+
+@pytest.mark.parametrize("keep", [_kept, sweeps.part_of])
 @pytest.mark.parametrize("forbidden", [0.0, 0.2])
-def test_what_is_kept_has_the_costs_of_its_choices(forbidden):
+def test_what_is_kept_has_the_costs_of_its_choices(forbidden, keep):
     kept = 0
     for seed in range(60):
         graph = _graph(seed, forbidden=forbidden)
@@ -52,7 +57,7 @@ def test_what_is_kept_has_the_costs_of_its_choices(forbidden):
         rng = np.random.default_rng(seed)
         active = rng.random(graph.num_strategies) < 0.6
         rest = sweeps.rest_of(graph)
-        some = sweeps.keep(rest, active.copy())
+        some, rest = keep(rest, active.copy())
         mine = {
             choice: cost
             for choice, cost in costs.items()

@@ -5,7 +5,7 @@ import pytest
 from attrs import evolve
 
 from alpa_interchange import ShardingProblem
-from ilp_sharding import SolveOptions
+from ilp_sharding import SolveOptions, solve
 from ilp_sharding.bound import pruned_sweeps as sweeps
 from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods import pruned
@@ -59,6 +59,17 @@ def test_a_gap_of_messages_is_closed(grid_problem, eliminated, monkeypatch, roun
         search, left = _solved(problem)
         assert left is None, seed
         assert search.objective == pytest.approx(best, rel=1e-12), seed
+
+
+def test_a_bound_is_found_without_looking_for_choices(grid_problem, eliminated, monkeypatch):
+    monkeypatch.setattr(pruned, "_BRANCHED", 1.0)  # so that gaps stay
+    monkeypatch.setattr(pruned, "_look_around", None)
+    for seed in range(4):
+        problem = grid_problem(seed, columns=10, size=6)
+        best = eliminated(problem)
+        found = solve(problem, SolveOptions(rounds=3, gap_tolerance=1e-3, bound_only=True))
+        assert found.objective is not None and found.lower_bound is not None
+        assert 0.9 * best < found.lower_bound <= best * (1 + 1e-12) <= found.objective + 1e-9, seed
 
 
 def test_what_is_left_when_branching_ends_early_has_a_bound(grid_problem, eliminated, monkeypatch):
