@@ -142,8 +142,9 @@ def _loaded(plan: Path, menu: Path | None) -> tuple[ParallelPlan, KeptMenu]:
     if not beside.exists():
         raise PlanError(
             f"{beside}: there is no menu of {plan}, which a plan has that was searched with "
-            "pipelines (not one of one device or of num_stages=1); plan anew with "
-            "`alpa plan --out`, or name its file with --menu"
+            "pipelines (not one of one device, of num_stages=1, or of a model without equal layers "
+            "that bounds alone prove the best); plan anew with `alpa plan --out`, or name its file "
+            "with --menu"
         )
     return loaded, load_menu(loaded, beside)
 

@@ -50,7 +50,8 @@ def problem_of(
     if not isinstance(kept, KeptMenu):
         raise PlanError(
             "a menu must be the KeptMenu of the plan (step.menu, or load_menu), which plans of one "
-            f"device or of num_stages=1 have not, got {kept!r}"
+            "device, of num_stages=1 or of a model without equal layers that bounds alone prove "
+            f"the best have not, got {kept!r}"
         )
     cluster = cluster or kept.cluster
     memory = memory or kept.memory
