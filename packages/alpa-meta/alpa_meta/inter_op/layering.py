@@ -5,9 +5,11 @@
               values it reads: cotangents flow down the layers
     update    the layer of its largest operand: the optimiser follows its parameters
 
-Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them. So
-is a shared read of the backward pass, unless it is of a cotangent: the weights of all layers that
-attend to one memory would have their gradients where that is read first.
+Values that depend on no input (masks, zeros, iota) are cloned into every layer and pass that reads
+them. Parameters in another form (cast, transposed) are cloned into every layer that reads them: the
+first would send a tied embedding's to the last with each microbatch. So is a shared read of the
+backward pass, unless it is of a cotangent: the weights of all layers that attend to one memory
+would have their gradients where that is read first.
 Scalar equations of the update that depend on no layer, or on several, have no layer (None).
 """
 
@@ -18,9 +20,11 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import cast
 
+import jax.numpy as jnp
 from attrs import frozen
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, shape_of, subjaxprs
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of, subjaxprs
+from alpa_meta.operators import is_heavy
 from alpa_meta.passes.shared_reads import is_shared_read, read_once
 from alpa_meta.step.program import Program
 
@@ -80,7 +84,7 @@ def _whole_bytes(program: Program, var: Var) -> float:
 
 def clustered_positions(program: Program) -> list[int]:
     """Return the positions of the forward equations that are clustered into layers, in order."""
-    return _clustered(program, _floating(program.jaxpr.eqns))
+    return _clustered(program, _floating(program) | _formed(program))
 
 
 def _clustered(program: Program, floating: Collection[int]) -> list[int]:
@@ -100,7 +104,8 @@ def assign_layers(
     """
     jaxpr = program.jaxpr
     eqns, phases = list(jaxpr.eqns), list(program.phases.of_eqn)
-    floating = _floating(eqns)
+    formed = _formed(program)
+    floating = _floating(program) | formed
     forward = _clustered(program, floating)
     clustered = cluster([eqns[k] for k in forward], jaxpr.invars) if forward else []
     layers: list[int | None] = [None] * len(eqns)
@@ -113,8 +118,10 @@ def assign_layers(
     )
     _update_layers(eqns, phases, layers, floating, held, sizes)
     pairs = list(zip(layers, phases, strict=True))
-    eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
-    eqns, pairs = _with_own_reads(eqns, [cast(Place, label) for label in labels], available)
+    outputs = jaxpr.outvars, (None, "update")
+    eqns, labels = clone_into_readers(eqns, pairs, floating, *outputs, once=formed)
+    places = [cast(Place, label) for label in labels]
+    eqns, pairs = _with_own_reads(eqns, places, available, inputs)
     layers, phases = [layer for layer, _ in pairs], [phase for _, phase in pairs]
     readers: dict[Var, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
@@ -132,11 +139,11 @@ def assign_layers(
     )
 
 
-def _floating(eqns: Sequence[JaxprEqn]) -> set[int]:
+def _floating(program: Program) -> set[int]:
     """Return the equations that depend on no input and contain no region."""
     free: set[Var] = set()
     found = set()
-    for k, eqn in enumerate(eqns):
+    for k, eqn in enumerate(program.jaxpr.eqns):
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in free:
                 break
@@ -145,6 +152,30 @@ def _floating(eqns: Sequence[JaxprEqn]) -> set[int]:
                 found.add(k)
                 free.update(eqn.outvars)
     return found
+
+
+def _formed(program: Program) -> set[int]:
+    """Return the equations of the forward pass that give parameters another form."""
+    pairs = zip(program.jaxpr.invars, program.inputs, strict=False)
+    parameters = {var for var, leaf in pairs if leaf.role in ("state", "constant")}
+    found = set()
+    for k, eqn in enumerate(program.jaxpr.eqns):
+        if program.phases.of_eqn[k] == "forward" and _forms(eqn, parameters):
+            found.add(k)
+            parameters.update(eqn.outvars)
+    return found
+
+
+def _forms(eqn: JaxprEqn, parameters: Collection[Var]) -> bool:
+    """Return whether an equation gives one of the `parameters` another form: its elements, each by
+    itself, and as many."""
+    if is_shared_read(eqn) or len(eqn.invars) != 1 or len(eqn.outvars) != 1 or subjaxprs(eqn):
+        return False
+    (source,), (result,) = eqn.invars, eqn.outvars
+    if isinstance(source, Literal) or source not in parameters or is_heavy(eqn):
+        return False
+    floats = all(jnp.issubdtype(dtype_of(var), jnp.inexact) for var in (source, result))
+    return floats and math.prod(shape_of(source)) == math.prod(shape_of(result))
 
 
 def _backward_layers(
@@ -166,12 +197,18 @@ def _backward_layers(
     available: dict[Var, set[int]] = {}
     shared: dict[Atom, Var] = {}  # by value, the shared read of the forward pass
     input_set = set(inputs)
+    origin: dict[Atom, Atom] = {}  # of parameters in another form, what they are made from
+    for k in sorted(floating):
+        origin.update((var, atom) for var in eqns[k].outvars for atom in eqns[k].invars)
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "forward" or layer is None:
             continue
         for atom in eqn.invars:
-            if not isinstance(atom, Literal) and (atom in home or atom in input_set):
-                available.setdefault(atom, set()).add(layer)
+            source: Atom | None = atom
+            while source is not None and not isinstance(source, Literal):
+                if source in home or source in input_set or source in origin:
+                    available.setdefault(source, set()).add(layer)
+                source = origin.get(source)
         for var in eqn.outvars:
             if not is_drop(var):
                 home[var] = layer
@@ -216,18 +253,22 @@ def _backward_layers(
 
 
 def _with_own_reads(
-    eqns: Sequence[JaxprEqn], places: Sequence[Place], available: Mapping[Var, Collection[int]]
+    eqns: Sequence[JaxprEqn],
+    places: Sequence[Place],
+    available: Mapping[Var, Collection[int]],
+    inputs: Sequence[Var],
 ) -> tuple[list[JaxprEqn], list[Place]]:
     """Return equations and their places with a copy of each shared read that has no layer in every
     place that reads it, in front of its first reader: of the value or, in a layer that has only
     the forward pass' shared read of that, of the shared read."""
-    shared: dict[Atom, Var] = {}  # of the forward pass, by what is read
+    given = set(inputs)
+    shared: dict[Atom, Var] = {}  # of the forward pass, by what is read and no input
     value_of: dict[Var, Atom] = {}  # by the result of one without a layer
     copies: dict[tuple[Var, Place], Var] = {}
     found: list[tuple[JaxprEqn, Place]] = []
     for eqn, place in zip(eqns, places, strict=True):
         layer, phase = place
-        if is_shared_read(eqn) and phase == "forward":
+        if is_shared_read(eqn) and phase == "forward" and eqn.invars[0] not in given:
             shared[eqn.invars[0]] = eqn.outvars[0]
         if is_shared_read(eqn) and phase == "backward" and layer is None:
             value_of[eqn.outvars[0]] = eqn.invars[0]
@@ -302,8 +343,10 @@ def clone_into_readers(
     cloned: set[int],
     outvars: Sequence[Atom],
     output_label: Hashable,
+    once: Collection[int] = (),
 ) -> tuple[list[JaxprEqn], list[Hashable]]:
-    """Return (equations, labels) with one copy of each equation in `cloned` per label reading it.
+    """Return (equations, labels) with one copy of each equation in `cloned` per label reading it;
+    of those `once`, whose labels are places, that of the forward pass is the backward pass' too.
 
     Copies for different labels define different variables; program outputs are computed by the
     copies labelled `output_label`.
@@ -315,6 +358,8 @@ def clone_into_readers(
         if output in producer:
             readers[producer[output]][output_label] = None
     for k in range(len(eqns) - 1, -1, -1):
+        if k in once:
+            readers[k] = {_copy_read(label, readers[k]): None for label in readers[k]}
         wanted = readers[k] if k in cloned else {labels[k]: None}
         for atom in eqns[k].invars:
             if not isinstance(atom, Literal) and atom in producer:
@@ -329,10 +374,15 @@ def clone_into_readers(
             result_labels.append(labels[k])
             continue
         for label in readers[k] if k in cloned else (labels[k],):
-            operands = [
-                atom if isinstance(atom, Literal) or atom not in producer else copies[atom, label]
-                for atom in eqn.invars
-            ]
+            operands: list[Atom] = []
+            for atom in eqn.invars:
+                if isinstance(atom, Literal) or atom not in producer:
+                    operands.append(atom)
+                    continue
+                at = producer[atom]
+                operands.append(
+                    copies[atom, _copy_read(label, readers[at]) if at in once else label]
+                )
             defined = list(eqn.outvars)
             if k in cloned:
                 for number, var in enumerate(eqn.outvars):
@@ -342,3 +392,10 @@ def clone_into_readers(
             result.append(eqn.replace(invars=operands, outvars=defined))
             result_labels.append(label)
     return result, result_labels
+
+
+def _copy_read(label: Hashable, readers: Collection[Hashable]) -> Hashable:
+    """Return the label of the copy that is read: of a layer's passes that read it, the forward."""
+    layer, phase = cast(Place, label)
+    there = (layer, "forward")
+    return there if phase == "backward" and there in readers else label

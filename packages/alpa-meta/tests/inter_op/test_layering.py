@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
+from alpa_meta.compat import Var, shape_of
 from alpa_meta.inter_op.layering import assign_layers, clone_into_readers, tensor_bytes
 from alpa_meta.step.program import Step
 
@@ -124,3 +125,40 @@ def test_weights_that_meet_one_memory_have_their_gradients_in_their_own_layers()
     for eqn in found.eqns:
         assert all(isinstance(a, jax.extend.core.Literal) or a in made for a in eqn.invars)
         made.update(eqn.outvars)
+
+
+def test_a_tied_weight_is_transposed_by_the_layer_that_reads_it_so():
+    """The first layer transposed it, for each microbatch, and sent it to the last."""
+
+    def step(weights, batch):
+        def loss(weights):
+            x = batch @ weights[0]
+            for weight in weights[1:]:
+                x = jnp.tanh(x @ weight)
+            return jnp.mean((x @ weights[0].T) ** 2)
+
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights))]
+
+    def by_head(eqns, inputs):
+        """Return layers whose first ends behind the transposition."""
+        at = max(k for k, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general")
+        return [int(k >= at) for k in range(len(eqns))]
+
+    weights = [SHAPE((6, 4), jnp.float32), *[SHAPE((4, 4), jnp.float32)] * DEPTH]
+    program = Step(step, (weights, SHAPE((8, 6), jnp.float32))).program(1)
+    found = assign_layers(program, by_head)
+    assert found.input_layers[0] == {0, 1}
+    made = {var: k for k, eqn in enumerate(found.eqns) for var in eqn.outvars}
+    (head,) = (
+        eqn
+        for eqn, phase, layer in zip(found.eqns, found.phases, found.layers, strict=True)
+        if (phase, layer, eqn.primitive.name) == ("forward", 1, "dot_general")
+    )
+    (transposed,) = (made[a] for a in head.invars if isinstance(a, Var) and shape_of(a) == (4, 6))
+    assert (found.phases[transposed], found.layers[transposed]) == ("forward", 1)
+    back = [
+        layer
+        for eqn, phase, layer in zip(found.eqns, found.phases, found.layers, strict=True)
+        if phase == "backward" and found.eqns[transposed].outvars[0] in eqn.invars
+    ]
+    assert back == [1]  # of the copy of the forward pass
