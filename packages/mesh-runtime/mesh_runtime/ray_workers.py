@@ -421,7 +421,8 @@ class RayWorkers:
     def _culprit(
         self, what: str, worker: Worker, error: Exception, pending: Mapping[Any, Worker]
     ) -> StepError:
-        """Return the error to raise: a death is the cause of what others see a bit later."""
+        """Return the error to raise: a death, or a failed run, is the cause of what
+        others see a bit later."""
         failures = [(worker, error)]
         others = list(pending)
         if others:
@@ -436,7 +437,10 @@ class RayWorkers:
                 return WorkerError(
                     f"the worker of {where.name} died during {what}: {str(found).splitlines()[0]}"
                 )
-        return StepError(f"{what} failed on {worker.name}: {_cause(error)}")
+        # A mesh that waits for a value may hear that there is none before the run that was to make
+        # it is found to have failed, as host devices without memory fail after a run was issued.
+        where, found = min(failures, key=lambda one: "(receive " in str(_cause(one[1])))
+        return StepError(f"{what} failed on {where.name}: {_cause(found)}")
 
     def _is_refusal(self, error: Exception) -> bool:
         """Return whether a worker that lives raised an error."""
