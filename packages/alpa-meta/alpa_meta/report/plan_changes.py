@@ -159,11 +159,11 @@ def _cost_rows(found: PlanDifference) -> Iterator[tuple[str, list[str]]]:
             ],
         )
     yield "no plan below", [format_seconds(one.lower_bound) for one in found.costs]
-    for stage in range(max(len(one.device_bytes) for one in found.costs)):
+    for mesh in range(max(len(one.device_bytes) for one in found.costs)):
         yield (
-            f"memory of stage {stage}",
+            f"memory of mesh {mesh}",
             [
-                format_bytes(one.device_bytes[stage]) if stage < len(one.device_bytes) else ""
+                format_bytes(one.device_bytes[mesh]) if mesh < len(one.device_bytes) else ""
                 for one in found.costs
             ],
         )

@@ -38,7 +38,7 @@ class PlanCosts:
     step_seconds: float
     lower_bound: float
     time: TimeSplit | None
-    device_bytes: tuple[float, ...]  # per stage
+    device_bytes: tuple[float, ...]  # per mesh
 
 
 @frozen(kw_only=True)
@@ -78,7 +78,7 @@ def plan_costs(plan: ParallelPlan) -> PlanCosts:
         step_seconds=plan.step_seconds,
         lower_bound=plan.lower_bound,
         time=time_split(plan),
-        device_bytes=plan.device_bytes,
+        device_bytes=plan.device_bytes[: plan.stage_plan.num_meshes],
     )
 
 
