@@ -70,7 +70,7 @@ def test_no_stage_behind_the_first_layer_delays_more_than_its_layers_at_most():
     def descend(weights, batch):
         def loss(weights):
             x = batch @ weights[0] @ weights[1]
-            prepared = jnp.tanh(weights[2])  # in layer 1, read in layer 2
+            prepared = jnp.tanh(weights[2] * weights[2])  # in layer 1, read in layer 2
             return jnp.mean((x @ prepared @ weights[3]) ** 2)
 
         gradients = jax.grad(loss)(weights)
