@@ -105,11 +105,8 @@ class InterleavedOrder:
         num, last = self.num_meshes, self.num_meshes * self.chunks - 1
         runs = []
         for mesh in range(num):
-            there, back = self.places(mesh)
-            order = np.empty(2 * len(there), dtype=np.int64)
-            order[there] = self.chunk * num + mesh
-            order[back] = -1 - (self.back * num + mesh)
-            runs.append(order.tolist())
+            back, stage, _ = self.runs(mesh).T
+            runs.append(np.where(back == 1, -1 - stage, stage).tolist())
         # Microbatches of a stage run in their order, so that counts say which are done.
         forwards, backwards = [0] * (last + 1), [0] * (last + 1)
         at, moved = [0] * num, True

@@ -95,7 +95,8 @@ def solve_joint(
 
 def bound_joint(problem: JointProblem, enough: float) -> float:
     """Return what every pipeline takes at least by the floors of the menu, up to `enough` seconds:
-    no pipeline is looked for, and the rows may be any. A bound below `enough` is not the best."""
+    no pipeline is looked for, and the rows may be any. Where it is below `enough`, it might be
+    raised further."""
     return _Search(problem, enough, enough).bound_all(enough)
 
 
